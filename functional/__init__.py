@@ -1,0 +1,54 @@
+"""The mathematics: pure functions of tensors, pytrees and frozen configs."""
+
+from . import tree, wire
+from .attention import Attention, AttentionConfig, attention
+from .cache import KVCache, Slots, cache_update, empty_caches
+from .core import decode_attention, dot_product_attention
+from .decoder import Decoder, DecoderConfig, Layer, LayerConfig, backbone, decoder, layer, logits
+from .loss import cross_entropy
+from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp
+from .norm import Norm, NormConfig, linear, norm_linear, rms_norm
+from .rope import RopeConfig, apply_rope, rope_tables
+from .sampling import greedy, sample_advance
+from .shapes import ShapeError
+from .tree import TreeError
+
+__all__ = [
+    "ACTIVATIONS",
+    "MLP",
+    "Attention",
+    "AttentionConfig",
+    "Decoder",
+    "DecoderConfig",
+    "KVCache",
+    "Layer",
+    "LayerConfig",
+    "MLPConfig",
+    "Norm",
+    "NormConfig",
+    "RopeConfig",
+    "ShapeError",
+    "Slots",
+    "TreeError",
+    "apply_rope",
+    "attention",
+    "backbone",
+    "cache_update",
+    "cross_entropy",
+    "decode_attention",
+    "decoder",
+    "dot_product_attention",
+    "empty_caches",
+    "gated_mlp",
+    "greedy",
+    "layer",
+    "linear",
+    "logits",
+    "mlp",
+    "norm_linear",
+    "rms_norm",
+    "rope_tables",
+    "sample_advance",
+    "tree",
+    "wire",
+]

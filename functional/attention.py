@@ -1,0 +1,162 @@
+"""Attention of a decoder layer: project, turn, attend, project out.
+
+    q, k, v = norm(x) Wq, norm(x) Wk, norm(x) Wv;   q, k = rope(q), rope(k);   out = core(q, k, v) Wo
+
+MHA, GQA (Ainslie et al. 2023, arXiv:2305.13245) and MQA by the number of key/value heads.
+
+Letters: B batch, S query tokens, T key tokens, D model width, H query heads, K key/value heads, G query heads per
+key/value head (H = K G), E key width, V value width. A query head follows its key/value head in every weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .cache import KVCache, Slots, cache_update
+from .core import dot_product_attention
+from .norm import Norm, NormConfig, linear, norm_linear
+from .rope import RopeConfig, apply_rope, rope_tables
+from .shapes import check_shapes
+from .tree import Tree, dim, pytree
+from .wire import Wire, edges, identity
+
+__all__ = ["Attention", "AttentionConfig", "attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Names as in transformers' configs. norm: the norm in front, None where x comes normalised. rope: None for a
+    layer without positions (NoPE). v_head_dim: head_dim unless given. sinks: a learnt score a head, see the core."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    norm: NormConfig | None = None
+    rope: RopeConfig | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    softmax_scale: float | None = None
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim", "window"):
+            value = getattr(self, name)
+            optional = value is None and name in ("v_head_dim", "window")
+            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"AttentionConfig({name}=...): a positive integer is needed, not {value!r}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"AttentionConfig: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        widths = {"E": self.head_dim, "V": self.v_head_dim or self.head_dim}
+        return {"D": self.hidden_size, "H": heads, "K": kv_heads, "G": heads // kv_heads, **widths}
+
+
+@pytree
+class Attention(Tree):
+    norm: Norm | None = None
+    q: Tensor = dim("((K/tp G) E) D")
+    k: Tensor = dim("(K/tp E) D")
+    v: Tensor = dim("(K/tp V) D")
+    o: Tensor = dim("D ((K/tp G) V)")
+    q_bias: Tensor | None = dim("((K/tp G) E)", when="qkv_bias", init=0.0)
+    k_bias: Tensor | None = dim("(K/tp E)", when="qkv_bias", init=0.0)
+    v_bias: Tensor | None = dim("(K/tp V)", when="qkv_bias", init=0.0)
+    o_bias: Tensor | None = dim("D", when="o_bias", init=0.0)
+    sinks: Tensor | None = dim("(K/tp G)", when="sinks", init=0.0)
+
+
+@edges(
+    x="B S D",
+    q="B S (K G) E",
+    k="B T K E",
+    v="B T K V",
+    q_positions="B S",
+    k_positions="B T",
+    q_segment_ids="B S",
+    k_segment_ids="B T",
+    sinks="(K G)",
+    o="B S (K G) V",
+    out="B S D",
+)
+def attention(
+    params: Attention,
+    x: Tensor,
+    cfg: AttentionConfig,
+    *,
+    positions: Tensor,
+    rope: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cache: KVCache | None = None,
+    slots: Slots | None = None,
+    wire: Wire = identity,
+    core: Callable[..., Tensor] = dot_product_attention,
+) -> tuple[Tensor, KVCache | None]:
+    """x `B S D`, positions `B|1 S` (-1: padding) -> out `B S D`, and the new cache (None without one).
+
+    rope: cos and sin `B|1 S E/2`, computed from `positions` unless given.
+    mask: boolean, `S T` or `B|1 H|1 S T`. segment_ids: `B S`, the packed document of each token; not with a cache.
+    cache: keys and values of the tokens before; the new ones are written at `positions`. slots: see `Slots`.
+    wire: carries the edges `attention.edges` between the stages. core: see `dot_product_attention`.
+    Raises `ShapeError` naming the argument.
+    """
+    check_shapes("attention", {"D": cfg.hidden_size}, x=(x, "B S D"), positions=(positions, "B? S"))
+    if cache is not None and segment_ids is not None:
+        raise ValueError("attention: segment_ids with a cache\n    fix: give each document a row of the cache")
+    x = wire.pass_(x=x)
+    q, k, v = project_qkv(params, x, cfg)
+    if cfg.rope is not None:
+        cos, sin = rope_tables(positions, cfg.rope, cfg.head_dim, x.dtype) if rope is None else rope
+        q = apply_rope(q, cos, sin, interleaved=cfg.rope.interleaved)
+        k = apply_rope(k, cos, sin, interleaved=cfg.rope.interleaved)
+
+    sent = wire.send(k=k, v=v, k_positions=positions, k_segment_ids=segment_ids)
+    q, q_positions, q_ids, sinks, k, v, k_positions, k_ids = wire.receive(
+        sent, q=q, q_positions=positions, q_segment_ids=segment_ids, sinks=params.sinks
+    )
+    if cache is not None:
+        cache, k, v, k_positions = cache_update(cache, k, v, k_positions.expand(k.shape[:2]), slots)
+    options: dict[str, Any] = {
+        "window": cfg.window,
+        "softcap": cfg.softcap,
+        "softmax_scale": cfg.softmax_scale,
+        "mask": mask,
+        "sinks": sinks,
+        "segment_ids": None if q_ids is None else (q_ids, k_ids),
+        "kv_index": wire.heads.kv_index,
+    }
+    # A core is told what there is to tell, so that a plain one (SDPA in a lambda) can serve a plain layer.
+    options = {name: value for name, value in options.items() if value is not None}
+    o = core(q, k, v, causal=cfg.causal, q_positions=q_positions, k_positions=k_positions, **options)
+    o = wire.pass_(o=o)
+    return wire.pass_(out=linear(o.flatten(2), params.o, params.o_bias)), cache
+
+
+def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """x `B S D` -> q `B S H E`, k `B S K E`, v `B S K V`: norm and projections; heads as many as the weights have."""
+    norm_weight = None if params.norm is None else params.norm.weight
+    q, k, v = norm_linear(
+        x,
+        norm_weight,
+        [params.q, params.k, params.v],
+        [params.q_bias, params.k_bias, params.v_bias],
+        **({} if cfg.norm is None else cfg.norm.options),
+    )
+    value_width = cfg.v_head_dim or cfg.head_dim
+    return q.unflatten(-1, (-1, cfg.head_dim)), k.unflatten(-1, (-1, cfg.head_dim)), v.unflatten(-1, (-1, value_width))

@@ -1,0 +1,223 @@
+"""The attention core: scores, mask, softmax, values.
+
+    o[s] = sum_t softmax_t(softmax_scale * q[s].k[t]) v[t]          (Vaswani et al. 2017, arXiv:1706.03762)
+
+A core computes on the shards of one rank, so it is told what a shard cannot know: the positions of its queries and
+keys, which packed document each belongs to, and which key/value head each query head reads. A position below 0 says
+"no token": such a query sees nothing and gives zeros, such a key is never seen, whatever its slot holds (NaN too).
+
+Letters: B batch, S query tokens, T key tokens, H query heads, K key/value heads, G query heads per key/value head
+(H = K G), E key width, V value width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .primitive import primitive
+from .shapes import ShapeError, check_shapes
+
+__all__ = ["decode_attention", "dot_product_attention", "visible"]
+
+
+def dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    kv_index: Tensor | None = None,
+) -> Tensor:
+    """q `B S H E`, k `B T K E`, v `B T K V` -> `B S H V`.
+
+    causal: a query sees keys at its own position and before.
+    mask: boolean, true where a query may see a key, `S T` or `B|1 H|1 S T`.
+    window: a query sees the `window` tokens that end at its own (without `causal` also as many that begin there).
+    softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+    sinks: `H`, a score of each head that takes part in the softmax and has no value (gpt_oss).
+    softmax_scale: E^-0.5 unless given.
+    segment_ids: `B S`, or a pair `B S`, `B T`; a query sees keys of its own id.
+    q_positions, k_positions: `B|1 S`, `B|1 T`; needed by `causal` and `window` where S and T differ.
+    kv_index: `H`, the key/value head of each query head; without it head h reads `h // G`.
+    Scores and softmax are computed in fp32 at least. Raises `ShapeError` before any work.
+    """
+    _check("dot_product_attention", q, k, v, mask, sinks, segment_ids, q_positions, k_positions, kv_index)
+    q_positions, k_positions = _default_positions(q, k, causal or window is not None, q_positions, k_positions)
+    see = visible(
+        causal=causal,
+        mask=mask,
+        window=window,
+        segment_ids=segment_ids,
+        q_positions=q_positions,
+        k_positions=k_positions,
+    )
+    k, v, groups = _grouped(q, k, v, kv_index)
+    q = q.unflatten(2, (k.shape[2], groups))
+    scores = torch.einsum("bskge,btke->bkgst", q, k)
+    weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
+    o = torch.einsum("bkgst,btkv->bskgv", weights.to(v.dtype), _present(v, k_positions)).flatten(2, 3)
+    return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
+
+
+@primitive(
+    "(Tensor q, Tensor k, Tensor v, *, Tensor q_positions, Tensor k_positions, bool causal=True, int? window=None, "
+    "float? softcap=None, Tensor? sinks=None, float? softmax_scale=None, Tensor? kv_index=None) -> Tensor"
+)
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    kv_index: Tensor | None = None,
+) -> Tensor:
+    """`dot_product_attention` for a few queries against a long cache, in shapes and options the same.
+
+    Written as products and sums over the cache as it lies, which a compiler fuses into one pass: nothing is copied,
+    neither to group heads nor to hide empty slots.
+    """
+    see = visible(causal=causal, window=window, q_positions=q_positions, k_positions=k_positions)
+    assert see is not None
+    k, v, groups = _grouped(q, k, v, kv_index)
+    q = q.unflatten(2, (k.shape[2], groups))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q[:, :, None].to(wide) * k[:, None, :, :, None].to(wide)).sum(-1).permute(0, 3, 4, 1, 2)
+    weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
+    present = _present(v, k_positions)[:, None, :, :, None].to(wide)
+    o = (weights.permute(0, 3, 4, 1, 2)[..., None] * present).sum(2).flatten(2, 3)
+    return o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(v.dtype)
+
+
+def visible(
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> Tensor | None:
+    """Which keys a query sees: boolean, broadcastable to `B H S T` (`B|1 1|H S|1 T`); None where it sees them all."""
+    rules: list[Tensor] = []
+    if q_positions is not None and k_positions is not None:
+        back = q_positions[:, None, :, None] - k_positions[:, None, None, :]
+        rules.append((q_positions >= 0)[:, None, :, None] & (k_positions >= 0)[:, None, None, :])
+        if causal:
+            rules.append(back >= 0)
+        if window is not None:
+            rules.append(back < window if causal else back.abs() < window)
+    if segment_ids is not None:
+        q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        rules.append(q_ids[:, None, :, None] == k_ids[:, None, None, :])
+    if mask is not None:
+        rules.append(mask if mask.dim() == 4 else mask[None, None])
+    see = None
+    for rule in rules:
+        see = rule if see is None else see & rule
+    return see
+
+
+def _softmax(scores: Tensor, scale: float, see: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """scores `B K G S T` -> weights, in fp32 at least. A query that sees nothing gets weights without meaning."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if see is not None:
+        # The lowest finite number and not -inf, whose softmax and gradient are NaN where a query sees nothing.
+        hidden = ~_by_group(see, scores)
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores.dtype).unflatten(0, scores.shape[1:3])[None, :, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+
+
+def _by_group(see: Tensor, scores: Tensor) -> Tensor:
+    """`B|1 H|1 S T` -> broadcastable to `B K G S T`."""
+    return see[:, :, None] if see.shape[1] == 1 else see.unflatten(1, scores.shape[1:3])
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, kv_index: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """Keys and values as the query heads read them, and how many neighbouring query heads share one."""
+    if kv_index is not None:
+        return k.index_select(2, kv_index), v.index_select(2, kv_index), 1
+    return k, v, q.shape[2] // max(k.shape[2], 1)
+
+
+def _present(v: Tensor, k_positions: Tensor | None) -> Tensor:
+    """Values with those of empty slots zeroed: a weight of 0 times a NaN is NaN."""
+    return v if k_positions is None else v.masked_fill((k_positions < 0)[..., None, None], 0)
+
+
+def _default_positions(
+    q: Tensor, k: Tensor, needed: bool, q_positions: Tensor | None, k_positions: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    if (q_positions is None) != (k_positions is None):
+        given, absent = ("k", "q") if q_positions is None else ("q", "k")
+        raise ShapeError(
+            f"dot_product_attention: {given}_positions is given without {absent}_positions\n    fix: pass both, or neither"
+        )
+    if q_positions is not None or not needed:
+        return q_positions, k_positions
+    if q.shape[1] != k.shape[1]:
+        raise ShapeError(
+            f"dot_product_attention: causal or window with S={q.shape[1]} queries and T={k.shape[1]} keys does not say "
+            "which key each query stands at\n    fix: pass q_positions (B S) and k_positions (B T)"
+        )
+    positions = torch.arange(q.shape[1], device=q.device)[None]
+    return positions, positions
+
+
+def _check(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    kv_index: Tensor | None,
+) -> None:
+    q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(
+            f"{function}(mask=...): a boolean mask is needed, true where a query may see a key, not {mask.dtype}\n"
+            "    fix: pass mask == 0 if it is additive"
+        )
+    arguments: dict[str, Any] = {
+        "q": (q, "B S H E"),
+        "k": (k, "B T K E"),
+        "v": (v, "B T K V"),
+        "mask": (mask, "S T" if mask is None or mask.dim() != 4 else "B? H? S T"),
+        "sinks": (sinks, "H"),
+        "segment_ids": (q_ids, "B S"),
+        "k_segment_ids": (k_ids, "B T"),
+        "q_positions": (q_positions, "B? S"),
+        "k_positions": (k_positions, "B? T"),
+        "kv_index": (kv_index, "H"),
+    }
+    bound = check_shapes(function, **arguments)
+    if kv_index is None and (bound["K"] == 0 or bound["H"] % bound["K"]):
+        raise ShapeError(
+            f"{function}(k=...): H={bound['H']} query heads do not divide over K={bound['K']} key/value heads\n"
+            "    fix: pass kv_index (H), the key/value head of each query head"
+        )

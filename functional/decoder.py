@@ -1,0 +1,201 @@
+"""A decoder-only language model: embed, a stack of layers, a final norm, logits.
+
+    x = embed[tokens];   x += attention(x);  x += mlp(x)  (each layer);   logits = norm(x) head
+
+The stack is described by one frozen config with one entry a layer. Layers may differ.
+
+Letters: B batch, S tokens, D model width, Z vocabulary, R rotary width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import Attention, AttentionConfig, attention
+from .cache import KVCache, Slots
+from .core import dot_product_attention
+from .mlp import MLP, MLPConfig, mlp
+from .norm import Norm, NormConfig, norm_linear
+from .rope import RopeConfig, rope_tables
+from .shapes import check_shapes
+from .tree import Tree, dim, pytree
+from .wire import Wire, edges, identity
+
+__all__ = ["Decoder", "DecoderConfig", "Layer", "LayerConfig", "backbone", "decoder", "layer", "logits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    attention: AttentionConfig
+    mlp: MLPConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """tie_word_embeddings: the logits read the embedding; there is no head of its own."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig = NormConfig()
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for i, each in enumerate(self.layers):
+            for part in (each.attention, each.mlp):
+                if part.hidden_size != self.hidden_size:
+                    raise ValueError(
+                        f"DecoderConfig(layers=...): layers[{i}] has {type(part).__name__}(hidden_size="
+                        f"{part.hidden_size}), the decoder has hidden_size={self.hidden_size}"
+                    )
+
+    @property
+    def has_head(self) -> bool:
+        return not self.tie_word_embeddings
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"Z": self.vocab_size, "D": self.hidden_size}
+
+
+@pytree
+class Layer(Tree):
+    attention: Attention
+    mlp: MLP
+
+
+@pytree
+class Decoder(Tree):
+    embed: Tensor = dim("Z/tp D")
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Tensor | None = dim("Z/tp D", when="has_head")
+
+
+@edges({"attention": attention, "mlp": mlp})
+def layer(
+    params: Layer,
+    x: Tensor,
+    cfg: LayerConfig,
+    *,
+    positions: Tensor,
+    rope: tuple[Tensor, Tensor] | None = None,
+    segment_ids: Tensor | None = None,
+    cache: KVCache | None = None,
+    slots: Slots | None = None,
+    wire: Wire = identity,
+    core: Callable[..., Tensor] = dot_product_attention,
+) -> tuple[Tensor, KVCache | None]:
+    """x `B S D` -> x `B S D`, cache. Arguments as those of `attention`."""
+    a, cache = attention(
+        params.attention,
+        x,
+        cfg.attention,
+        positions=positions,
+        rope=rope,
+        segment_ids=segment_ids,
+        cache=cache,
+        slots=slots,
+        wire=wire.scope("attention"),
+        core=core,
+    )
+    x = x + a
+    return x + mlp(params.mlp, x, cfg.mlp, wire=wire.scope("mlp")), cache
+
+
+@edges({"layers": layer}, tokens="B S", logits="B S Z")
+def decoder(
+    params: Decoder,
+    tokens: Tensor,
+    cfg: DecoderConfig,
+    *,
+    positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cache: tuple[KVCache, ...] | None = None,
+    slots: Slots | None = None,
+    wire: Wire = identity,
+    core: Callable[..., Tensor] = dot_product_attention,
+    layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
+) -> tuple[Tensor, tuple[KVCache, ...] | None]:
+    """tokens `B S` -> logits `B S Z`, and the new cache (None without one). Arguments as those of `backbone`."""
+    x, cache = backbone(
+        params,
+        tokens,
+        cfg,
+        positions=positions,
+        segment_ids=segment_ids,
+        cache=cache,
+        slots=slots,
+        wire=wire,
+        core=core,
+        layer=layer,
+    )
+    return logits(params, x, cfg, wire=wire), cache
+
+
+def backbone(
+    params: Decoder,
+    tokens: Tensor,
+    cfg: DecoderConfig,
+    *,
+    positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cache: tuple[KVCache, ...] | None = None,
+    slots: Slots | None = None,
+    wire: Wire = identity,
+    core: Callable[..., Tensor] = dot_product_attention,
+    layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
+) -> tuple[Tensor, tuple[KVCache, ...] | None]:
+    """tokens `B S` -> the last layer's output `B S D`, before the final norm, and the new cache.
+
+    positions: `B|1 S`, -1 for padding; `0 .. S-1` unless given, and needed with a cache.
+    layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature.
+    Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer.
+    """
+    check_shapes("decoder", tokens=(tokens, "B S"), positions=(positions, "B? S"), segment_ids=(segment_ids, "B S"))
+    if cache is not None and len(cache) != len(cfg.layers):
+        raise ValueError(f"decoder(cache=...): {len(cache)} entries for {len(cfg.layers)} layers")
+    if positions is None:
+        if cache is not None:
+            raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if cache is not None and slots is None and cache:
+        slots = Slots.of(positions.expand(tokens.shape), cache[0].k.shape[1])
+
+    x = embed(params, wire.pass_(tokens=tokens))
+    tables: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
+    for each in cfg.layers:
+        key = (each.attention.rope, each.attention.head_dim)
+        if each.attention.rope is not None and key not in tables:
+            tables[key] = rope_tables(positions, each.attention.rope, each.attention.head_dim, x.dtype)
+    caches: list[KVCache | None] = list(cache) if cache is not None else [None] * len(cfg.layers)
+    for i, (layer_params, layer_cfg) in enumerate(zip(params.layers, cfg.layers, strict=True)):
+        x, caches[i] = layer(
+            layer_params,
+            x,
+            layer_cfg,
+            positions=positions,
+            rope=tables.get((layer_cfg.attention.rope, layer_cfg.attention.head_dim)),
+            segment_ids=segment_ids,
+            cache=caches[i],
+            slots=slots,
+            wire=wire.scope("layers"),
+            core=core,
+        )
+    return x, None if cache is None else tuple(caches)
+
+
+def embed(params: Decoder, tokens: Tensor) -> Tensor:
+    """tokens `B S` -> `B S D`."""
+    return torch.nn.functional.embedding(tokens, params.embed)
+
+
+def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
+    """x `... D`, as `backbone` returns it -> logits `... Z`: the final norm and the head."""
+    head = params.embed if params.head is None else params.head
+    return wire.pass_(logits=norm_linear(x, params.norm.weight, [head], [None], **cfg.norm.options)[0])

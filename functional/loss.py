@@ -1,0 +1,87 @@
+"""Cross-entropy as a token-weighted sum, without the logits of a whole sequence at once.
+
+    loss = sum_i w_i * (logsumexp_z(x_i . W_z) - x_i . W_label(i))
+
+The sum and not a mean: sums of shards, packed documents and accumulation steps add up to the dense loss as they are.
+Whoever wants a mean divides by the sum of the weights.
+
+Letters: D model width, Z vocabulary; `...` any leading dimensions, the same in all arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .shapes import ShapeError
+
+__all__ = ["IGNORE", "cross_entropy"]
+
+IGNORE = -100
+
+
+def cross_entropy(
+    x: Tensor, head: Tensor, labels: Tensor, weights: Tensor | None = None, *, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """x `... D` (after the final norm), head `Z D`, labels `...`, weights `...` -> loss sum and weight sum, scalars.
+
+    labels: token ids, already shifted; -100 is left out. weights: 1 unless given; not differentiated.
+    chunk: how many tokens have logits at a time, in forward and in backward, which computes them again.
+    In fp32 at least. Raises `ShapeError`.
+    """
+    if x.shape[:-1] != labels.shape or (weights is not None and weights.shape != labels.shape):
+        given = f"x {tuple(x.shape)}, labels {tuple(labels.shape)}"
+        given += "" if weights is None else f", weights {tuple(weights.shape)}"
+        raise ShapeError(f"cross_entropy: labels and weights must have x's shape without D\n    {given}")
+    if x.shape[-1] != head.shape[-1]:
+        raise ShapeError(f"cross_entropy(head=...): D is {x.shape[-1]} in x but {head.shape[-1]} in head")
+    if chunk < 1:
+        raise ValueError(f"cross_entropy(chunk={chunk}): at least 1")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    kept = labels != IGNORE
+    weight = kept.to(wide) if weights is None else torch.where(kept, weights.to(wide), 0)
+    target = torch.where(kept, labels, 0)
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x.reshape(-1, x.shape[-1]), head, target.reshape(-1), weight.reshape(-1).detach(), chunk
+    )
+    return loss, weight.sum()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Saves its inputs alone. Its backward is made of plain operations, so it can be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, head: Tensor, target: Tensor, weight: Tensor, chunk: int) -> Tensor:
+        total = x.new_zeros((), dtype=weight.dtype)
+        for at in range(0, x.shape[0], chunk):
+            log_p = _log_softmax(x[at : at + chunk], head)
+            picked = log_p.gather(-1, target[at : at + chunk, None])[:, 0]
+            total = total - (picked * weight[at : at + chunk]).sum()
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.chunk = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, head, target, weight = ctx.saved_tensors
+        d_x, d_head = [], torch.zeros_like(head, dtype=weight.dtype)
+        for at in range(0, x.shape[0], ctx.chunk):
+            here = slice(at, at + ctx.chunk)
+            p = _log_softmax(x[here], head).exp()
+            one_hot = torch.arange(head.shape[0], device=x.device) == target[here, None]
+            d_logits = (p - one_hot.to(p.dtype)) * (weight[here, None] * grads[0])
+            d_x.append((d_logits @ head.to(p.dtype)).to(x.dtype))
+            d_head = d_head + d_logits.mT @ x[here].to(p.dtype)
+        return torch.cat(d_x) if d_x else torch.zeros_like(x), d_head.to(head.dtype), None, None, None
+
+
+def _log_softmax(x: Tensor, head: Tensor) -> Tensor:
+    logits = torch.nn.functional.linear(x, head)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

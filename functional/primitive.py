@@ -1,0 +1,44 @@
+"""Primitives: plain functions that a graph shows as one node, so that a kernel may take their place.
+
+In eager code a primitive *is* its function. Under `torch.compile` it is one call of `torch.ops.meshfn.<name>`,
+registered CompositeImplicitAutograd: a backend may swap the node (`programs/lower.py`); where it does not, the node
+decomposes into the function's own operations and the compiler fuses them. `torch.func` transforms see through it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+
+__all__ = ["NAMESPACE", "primitive"]
+
+NAMESPACE = "meshfn"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def primitive(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register the decorated function as `torch.ops.meshfn.<its name>` with this schema (without the name)."""
+
+    def wrap(fn: Callable[P, R]) -> Callable[P, R]:
+        name = fn.__name__
+        _library.define(name + schema)
+        _library.impl(name, fn, "CompositeImplicitAutograd")
+        # Without this key vmap would fall back to a slow loop over samples, with a warning.
+        _library.impl(name, fn, "FuncTorchBatchedDecomposition")
+        op = getattr(getattr(torch.ops, NAMESPACE), name)
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling():
+                return cast(R, op(*args, **kwargs))
+            return fn(*args, **kwargs)
+
+        return call
+
+    return wrap

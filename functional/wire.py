@@ -1,0 +1,102 @@
+"""The seam between stages of a layer: named edges that a layout may move.
+
+A layer is a few pure stages (project, core, project out). What passes from one to the next passes through a `Wire`
+under a name, and the layer declares with `@edges` what each name holds. `identity` moves nothing and costs nothing;
+the sharding package supplies wires that exchange shards. A layer knows no layout, a layout knows no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+__all__ = ["Heads", "Identity", "Wire", "edges", "edges_of", "identity"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Heads(NamedTuple):
+    """Which heads this rank computes, as a core must know it.
+
+    offset: the first local query head, counted globally.
+    local: how many query heads are local; None where all of them are.
+    kv_index: for each local query head the local key/value head it reads; None where it is the plain grouping.
+    """
+
+    offset: int = 0
+    local: int | None = None
+    kv_index: Tensor | None = None
+
+
+class Wire(Protocol):
+    """Carries edges. An edge that is None (an option not used) stays None."""
+
+    @property
+    def heads(self) -> Heads:
+        """What the core is told about its heads after `receive`."""
+        ...
+
+    def send(self, **named: Tensor | None) -> Any:
+        """Hand over edges that `receive` will return; may launch an exchange, may only hold them."""
+        ...
+
+    def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
+        """The edges named here, in their order, then those of `sent`, in theirs, each as the next stage needs it."""
+        ...
+
+    def pass_(self, **named: Tensor | None) -> Any:
+        """`send` and `receive` of a single edge at once."""
+        ...
+
+    def scope(self, name: str) -> Wire:
+        """The wire of a part (`"attention"` of a layer), whose edges have their own names."""
+        ...
+
+
+class Identity:
+    """One rank: every edge is what it was."""
+
+    heads = Heads()
+
+    def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(named.values())
+
+    def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
+        return (*named.values(), *(sent or ()))
+
+    def pass_(self, **named: Tensor | None) -> Any:
+        (edge,) = named.values()
+        return edge
+
+    def scope(self, name: str) -> Identity:
+        return self
+
+
+identity = Identity()
+
+
+def edges(parts: Mapping[str, Callable[..., Any]] | None = None, /, **specs: str) -> Callable[[F], F]:
+    """Declare the edges of a layer: `name="B S (K G) E"`, in letters, sizes global.
+
+    parts: the functions it calls through `wire.scope(name)`, by that name; their edges follow as `name.edge`.
+    """
+    declared = dict(specs)
+    for part, fn in (parts or {}).items():
+        declared |= {f"{part}.{edge}": spec for edge, spec in edges_of(fn).items()}
+
+    def wrap(fn: F) -> F:
+        fn.edges = declared  # type: ignore[attr-defined]
+        return fn
+
+    return wrap
+
+
+def edges_of(fn: Callable[..., Any]) -> Mapping[str, str]:
+    """The edges that a layer declared, by name."""
+    found: Mapping[str, str] | None = getattr(fn, "edges", None)
+    if found is None:
+        name = getattr(fn, "__name__", repr(fn))
+        raise ValueError(f"{name} declares no edges, so no layout can serve it\n    fix: decorate it with @edges(...)")
+    return found
