@@ -3,7 +3,7 @@
 from . import tree, wire
 from .attention import Attention, AttentionConfig, attention
 from .cache import KVCache, Slots, cache_update, empty_caches
-from .core import decode_attention, dot_product_attention
+from .core import core_attention, decode_attention, dot_product_attention
 from .decoder import Decoder, DecoderConfig, Layer, LayerConfig, backbone, decoder, layer, logits
 from .loss import cross_entropy
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp
@@ -34,6 +34,7 @@ __all__ = [
     "attention",
     "backbone",
     "cache_update",
+    "core_attention",
     "cross_entropy",
     "decode_attention",
     "decoder",

@@ -74,11 +74,11 @@ class Attention(Tree):
     k: Tensor = dim("(K/tp E) D")
     v: Tensor = dim("(K/tp V) D")
     o: Tensor = dim("D ((K/tp G) V)")
-    q_bias: Tensor | None = dim("((K/tp G) E)", when="qkv_bias", init=0.0)
-    k_bias: Tensor | None = dim("(K/tp E)", when="qkv_bias", init=0.0)
-    v_bias: Tensor | None = dim("(K/tp V)", when="qkv_bias", init=0.0)
-    o_bias: Tensor | None = dim("D", when="o_bias", init=0.0)
-    sinks: Tensor | None = dim("(K/tp G)", when="sinks", init=0.0)
+    q_bias: Tensor | None = dim("((K/tp G) E)", when="qkv_bias", initial=0.0)
+    k_bias: Tensor | None = dim("(K/tp E)", when="qkv_bias", initial=0.0)
+    v_bias: Tensor | None = dim("(K/tp V)", when="qkv_bias", initial=0.0)
+    o_bias: Tensor | None = dim("D", when="o_bias", initial=0.0)
+    sinks: Tensor | None = dim("(K/tp G)", when="sinks", initial=0.0)
 
 
 @edges(
@@ -119,20 +119,21 @@ def attention(
     check_shapes("attention", {"D": cfg.hidden_size}, x=(x, "B S D"), positions=(positions, "B? S"))
     if cache is not None and segment_ids is not None:
         raise ValueError("attention: segment_ids with a cache\n    fix: give each document a row of the cache")
-    x = wire.pass_(x=x)
-    q, k, v = project_qkv(params, x, cfg)
+    q_BSHE, k_BSKE, v_BSKV = project_qkv(params, wire.pass_(x=x), cfg)
     if cfg.rope is not None:
         cos, sin = rope_tables(positions, cfg.rope, cfg.head_dim, x.dtype) if rope is None else rope
-        q = apply_rope(q, cos, sin, interleaved=cfg.rope.interleaved)
-        k = apply_rope(k, cos, sin, interleaved=cfg.rope.interleaved)
+        q_BSHE = apply_rope(q_BSHE, cos, sin, interleaved=cfg.rope.interleaved)
+        k_BSKE = apply_rope(k_BSKE, cos, sin, interleaved=cfg.rope.interleaved)
 
-    sent = wire.send(k=k, v=v, k_positions=positions, k_segment_ids=segment_ids)
-    q, q_positions, q_ids, sinks, k, v, k_positions, k_ids = wire.receive(
-        sent, q=q, q_positions=positions, q_segment_ids=segment_ids, sinks=params.sinks
+    sent = wire.send(k=k_BSKE, v=v_BSKV, k_positions=positions, k_segment_ids=segment_ids)
+    q_BSHE, q_positions, q_ids, sinks, k_BTKE, v_BTKV, k_positions, k_ids = wire.receive(
+        sent, q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, sinks=params.sinks
     )
     if cache is not None:
-        cache, k, v, k_positions = cache_update(cache, k, v, k_positions.expand(k.shape[:2]), slots)
-    options: dict[str, Any] = {
+        k_positions = k_positions.expand(k_BTKE.shape[:2])
+        cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, slots)
+    # A core is told what there is to tell, so that a plain one (SDPA in a lambda) can serve a plain layer.
+    told: dict[str, Any] = {
         "window": cfg.window,
         "softcap": cfg.softcap,
         "softmax_scale": cfg.softmax_scale,
@@ -141,11 +142,11 @@ def attention(
         "segment_ids": None if q_ids is None else (q_ids, k_ids),
         "kv_index": wire.heads.kv_index,
     }
-    # A core is told what there is to tell, so that a plain one (SDPA in a lambda) can serve a plain layer.
-    options = {name: value for name, value in options.items() if value is not None}
-    o = core(q, k, v, causal=cfg.causal, q_positions=q_positions, k_positions=k_positions, **options)
-    o = wire.pass_(o=o)
-    return wire.pass_(out=linear(o.flatten(2), params.o, params.o_bias)), cache
+    told = {name: value for name, value in told.items() if value is not None}
+    o_BSHV = core(q_BSHE, k_BTKE, v_BTKV, causal=cfg.causal, q_positions=q_positions, k_positions=k_positions, **told)
+    o_BSHV = wire.pass_(o=o_BSHV)
+    out_BSD = linear(o_BSHV.flatten(2), params.o, params.o_bias)
+    return wire.pass_(out=out_BSD), cache
 
 
 def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor]:

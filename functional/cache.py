@@ -24,8 +24,8 @@ __all__ = ["KVCache", "Slots", "cache_update"]
 class KVCache(Tree):
     """Keys (rotated) and values of one layer."""
 
-    k: Tensor = dim("B T (K/tp) E", init=0.0)
-    v: Tensor = dim("B T (K/tp) V", init=0.0)
+    k: Tensor = dim("B T (K/tp) E", initial=0.0)
+    v: Tensor = dim("B T (K/tp) V", initial=0.0)
 
 
 @pytree
@@ -56,16 +56,15 @@ def cache_update(
     if slots is None:
         slots = Slots.of(positions, cache.k.shape[1])
     rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
-    keep = (positions < 0)[..., None, None]
-
-    def write(old: Tensor, new: Tensor) -> Tensor:
-        return old.index_put((rows, slots.write), torch.where(keep, old[rows, slots.write], new.to(old.dtype)))
-
-    cache = KVCache(k=write(cache.k, k), v=write(cache.v, v))
+    padding = (positions < 0)[..., None, None]
+    k_new = torch.where(padding, cache.k[rows, slots.write], k.to(cache.k.dtype))
+    v_new = torch.where(padding, cache.v[rows, slots.write], v.to(cache.v.dtype))
+    k_cache = cache.k.index_put((rows, slots.write), k_new)
+    v_cache = cache.v.index_put((rows, slots.write), v_new)
     n = slots.read.shape[0]
     last = positions.amax(-1, keepdim=True)
     k_positions = torch.where(slots.read <= last, slots.read, -1)
-    return cache, cache.k.narrow(1, 0, n), cache.v.narrow(1, 0, n), k_positions
+    return KVCache(k=k_cache, v=v_cache), k_cache.narrow(1, 0, n), v_cache.narrow(1, 0, n), k_positions
 
 
 def empty_caches(

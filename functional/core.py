@@ -20,7 +20,7 @@ from torch import Tensor
 from .primitive import primitive
 from .shapes import ShapeError, check_shapes
 
-__all__ = ["decode_attention", "dot_product_attention", "visible"]
+__all__ = ["core_attention", "decode_attention", "dot_product_attention", "visible"]
 
 
 def dot_product_attention(
@@ -54,17 +54,60 @@ def dot_product_attention(
     """
     _check("dot_product_attention", q, k, v, mask, sinks, segment_ids, q_positions, k_positions, kv_index)
     q_positions, k_positions = _default_positions(q, k, causal or window is not None, q_positions, k_positions)
+    q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    return core_attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        mask=mask,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        q_segment_ids=q_ids,
+        k_segment_ids=k_ids,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        kv_index=kv_index,
+    )
+
+
+@primitive(
+    "(Tensor q, Tensor k, Tensor v, *, bool causal=False, Tensor? mask=None, int? window=None, float? softcap=None, "
+    "Tensor? sinks=None, float? softmax_scale=None, Tensor? q_segment_ids=None, Tensor? k_segment_ids=None, "
+    "Tensor? q_positions=None, Tensor? k_positions=None, Tensor? kv_index=None) -> Tensor"
+)
+def core_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    q_segment_ids: Tensor | None = None,
+    k_segment_ids: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    kv_index: Tensor | None = None,
+) -> Tensor:
+    """`dot_product_attention` after its checks, with every position and id as a tensor."""
     see = visible(
         causal=causal,
         mask=mask,
         window=window,
-        segment_ids=segment_ids,
+        q_segment_ids=q_segment_ids,
+        k_segment_ids=k_segment_ids,
         q_positions=q_positions,
         k_positions=k_positions,
     )
     k, v, groups = _grouped(q, k, v, kv_index)
-    q = q.unflatten(2, (k.shape[2], groups))
-    scores = torch.einsum("bskge,btke->bkgst", q, k)
+    q_BSKGE = q.unflatten(2, (k.shape[2], groups))
+    scores = torch.einsum("bskge,btke->bkgst", q_BSKGE, k)
     weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
     o = torch.einsum("bkgst,btkv->bskgv", weights.to(v.dtype), _present(v, k_positions)).flatten(2, 3)
     return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
@@ -96,9 +139,9 @@ def decode_attention(
     see = visible(causal=causal, window=window, q_positions=q_positions, k_positions=k_positions)
     assert see is not None
     k, v, groups = _grouped(q, k, v, kv_index)
-    q = q.unflatten(2, (k.shape[2], groups))
+    q_BSKGE = q.unflatten(2, (k.shape[2], groups))
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q[:, :, None].to(wide) * k[:, None, :, :, None].to(wide)).sum(-1).permute(0, 3, 4, 1, 2)
+    scores = (q_BSKGE[:, :, None].to(wide) * k[:, None, :, :, None].to(wide)).sum(-1).permute(0, 3, 4, 1, 2)
     weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
     present = _present(v, k_positions)[:, None, :, :, None].to(wide)
     o = (weights.permute(0, 3, 4, 1, 2)[..., None] * present).sum(2).flatten(2, 3)
@@ -110,7 +153,8 @@ def visible(
     causal: bool = False,
     mask: Tensor | None = None,
     window: int | None = None,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None = None,
+    q_segment_ids: Tensor | None = None,
+    k_segment_ids: Tensor | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> Tensor | None:
@@ -123,9 +167,8 @@ def visible(
             rules.append(back >= 0)
         if window is not None:
             rules.append(back < window if causal else back.abs() < window)
-    if segment_ids is not None:
-        q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-        rules.append(q_ids[:, None, :, None] == k_ids[:, None, None, :])
+    if q_segment_ids is not None and k_segment_ids is not None:
+        rules.append(q_segment_ids[:, None, :, None] == k_segment_ids[:, None, None, :])
     if mask is not None:
         rules.append(mask if mask.dim() == 4 else mask[None, None])
     see = None
@@ -172,7 +215,8 @@ def _default_positions(
     if (q_positions is None) != (k_positions is None):
         given, absent = ("k", "q") if q_positions is None else ("q", "k")
         raise ShapeError(
-            f"dot_product_attention: {given}_positions is given without {absent}_positions\n    fix: pass both, or neither"
+            f"dot_product_attention: {given}_positions is given without {absent}_positions\n"
+            "    fix: pass both, or neither"
         )
     if q_positions is not None or not needed:
         return q_positions, k_positions

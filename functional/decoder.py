@@ -10,7 +10,8 @@ Letters: B batch, S tokens, D model width, Z vocabulary, R rotary width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
-    norm: NormConfig = NormConfig()
+    norm: NormConfig = field(default_factory=NormConfig)
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
 
@@ -104,8 +105,9 @@ def layer(
         wire=wire.scope("attention"),
         core=core,
     )
-    x = x + a
-    return x + mlp(params.mlp, x, cfg.mlp, wire=wire.scope("mlp")), cache
+    x_BSD = x + a
+    x_BSD = x_BSD + mlp(params.mlp, x_BSD, cfg.mlp, wire=wire.scope("mlp"))
+    return x_BSD, cache
 
 
 @edges({"layers": layer}, tokens="B S", logits="B S Z")
@@ -168,12 +170,12 @@ def backbone(
         slots = Slots.of(positions.expand(tokens.shape), cache[0].k.shape[1])
 
     x = embed(params, wire.pass_(tokens=tokens))
-    tables: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
+    tables: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]] = {}
     for each in cfg.layers:
-        key = (each.attention.rope, each.attention.head_dim)
-        if each.attention.rope is not None and key not in tables:
-            tables[key] = rope_tables(positions, each.attention.rope, each.attention.head_dim, x.dtype)
-    caches: list[KVCache | None] = list(cache) if cache is not None else [None] * len(cfg.layers)
+        rope, width = each.attention.rope, each.attention.head_dim
+        if rope is not None and (rope, width) not in tables:
+            tables[rope, width] = rope_tables(positions, rope, width, x.dtype)
+    caches: list[Any] = list(cache) if cache is not None else [None] * len(cfg.layers)
     for i, (layer_params, layer_cfg) in enumerate(zip(params.layers, cfg.layers, strict=True)):
         x, caches[i] = layer(
             layer_params,
@@ -198,4 +200,5 @@ def embed(params: Decoder, tokens: Tensor) -> Tensor:
 def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
     """x `... D`, as `backbone` returns it -> logits `... Z`: the final norm and the head."""
     head = params.embed if params.head is None else params.head
-    return wire.pass_(logits=norm_linear(x, params.norm.weight, [head], [None], **cfg.norm.options)[0])
+    result: Tensor = wire.pass_(logits=norm_linear(x, params.norm.weight, [head], [None], **cfg.norm.options)[0])
+    return result

@@ -43,7 +43,7 @@ def cross_entropy(
     kept = labels != IGNORE
     weight = kept.to(wide) if weights is None else torch.where(kept, weights.to(wide), 0)
     target = torch.where(kept, labels, 0)
-    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(
         x.reshape(-1, x.shape[-1]), head, target.reshape(-1), weight.reshape(-1).detach(), chunk
     )
     return loss, weight.sum()

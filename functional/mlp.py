@@ -63,23 +63,30 @@ class MLP(Tree):
     gate: Tensor = dim("F/tp D")
     up: Tensor = dim("F/tp D")
     down: Tensor = dim("D F/tp")
-    gate_bias: Tensor | None = dim("F/tp", when="bias", init=0.0)
-    up_bias: Tensor | None = dim("F/tp", when="bias", init=0.0)
-    down_bias: Tensor | None = dim("D", when="bias", init=0.0)
+    gate_bias: Tensor | None = dim("F/tp", when="bias", initial=0.0)
+    up_bias: Tensor | None = dim("F/tp", when="bias", initial=0.0)
+    down_bias: Tensor | None = dim("D", when="bias", initial=0.0)
 
 
 @edges(x="B S D", h="B S F", out="B S D")
 def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Tensor:
     """x `B S D` -> `B S D`."""
     check_shapes("mlp", {"D": cfg.hidden_size}, x=(x, "B S D"))
-    x = wire.pass_(x=x)
     norm_weight = None if params.norm is None else params.norm.weight
     options = {} if cfg.norm is None else cfg.norm.options
-    h = gated_mlp(
-        x, norm_weight, params.gate, params.up, params.gate_bias, params.up_bias, activation=cfg.hidden_act, **options
+    h_BSF = gated_mlp(
+        wire.pass_(x=x),
+        norm_weight,
+        params.gate,
+        params.up,
+        params.gate_bias,
+        params.up_bias,
+        activation=cfg.hidden_act,
+        **options,
     )
-    h = wire.pass_(h=h)
-    return wire.pass_(out=linear(h, params.down, params.down_bias))
+    out_BSD = linear(wire.pass_(h=h_BSF), params.down, params.down_bias)
+    result: Tensor = wire.pass_(out=out_BSD)
+    return result
 
 
 @primitive(

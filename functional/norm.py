@@ -14,6 +14,7 @@ Letters: D width, F_i output width of the i-th projection.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as tnf
@@ -35,14 +36,14 @@ class NormConfig:
     scale_in_fp32: bool = False
 
     @property
-    def options(self) -> dict[str, float | bool]:
+    def options(self) -> dict[str, Any]:
         """The keyword arguments of `rms_norm` and of every primitive with a norm in front."""
         return {"eps": self.eps, "zero_centered": self.zero_centered, "scale_in_fp32": self.scale_in_fp32}
 
 
 @pytree
 class Norm(Tree):
-    weight: Tensor = dim("D", init=lambda cfg: 0.0 if cfg.zero_centered else 1.0)
+    weight: Tensor = dim("D", initial=lambda cfg: 0.0 if cfg.zero_centered else 1.0)
 
 
 def rms_norm(

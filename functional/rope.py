@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .primitive import primitive
 from .shapes import ShapeError, check_shapes
 
 __all__ = ["RopeConfig", "apply_rope", "frequencies", "rope_tables"]
@@ -55,13 +56,13 @@ def frequencies(cfg: RopeConfig, width: int, device: torch.device | None = None)
     inverse = 1.0 / cfg.rope_theta ** (torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width)
     if cfg.rope_type == "default":
         return inverse
-    assert cfg.factor is not None and cfg.low_freq_factor is not None
-    assert cfg.high_freq_factor is not None and cfg.original_max_position_embeddings is not None
+    factor, low, high, context = (getattr(cfg, name) for name in _LLAMA3)
     # Wavelengths that fit the original context many times stay, those longer than it are stretched by `factor`,
     # and those between are blended.
-    turns = cfg.original_max_position_embeddings * inverse / (2 * math.pi)
-    keep = ((turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)).clamp(0, 1)
-    return (1 - keep) * inverse / cfg.factor + keep * inverse
+    turns = context * inverse / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    scaled: Tensor = (1 - keep) * inverse / factor + keep * inverse
+    return scaled
 
 
 def rope_tables(
@@ -72,6 +73,7 @@ def rope_tables(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+@primitive("(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor")
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x `B S H R`, cos and sin `B S R/2` -> x turned, same shape and dtype.
 

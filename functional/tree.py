@@ -2,8 +2,8 @@
 
     @pytree
     class Norm(Tree):
-        weight: Tensor = dim("D", init=1.0)
-        bias: Tensor | None = dim("D", when="bias", init=0.0)
+        weight: Tensor = dim("D", initial=1.0)
+        bias: Tensor | None = dim("D", when="bias", initial=0.0)
 
 A field made by `dim` is a leaf, `static` goes into the tree's definition, and a field of another `Tree` class (or a
 tuple of one) is a child whose config is the attribute of the same name. A leaf or child that is None is absent: it
@@ -43,19 +43,19 @@ def dim(
     spec: str,
     *,
     when: str | None = None,
-    init: float | Callable[[Any], float] | None = None,
+    initial: float | Callable[[Any], float] | None = None,
     default: Any = dataclasses.MISSING,
 ) -> Any:
     """A leaf with this global shape in letters, such as `"((K/tp G) E) D"`; also its sharding and loading spec.
 
     when: the config attribute that says whether the leaf exists; without it, it always does.
-    init: a constant, or a function from the config to one; without it, normal with the config's `initializer_range`
+    initial: a constant, or a function from the config to one; without it, normal with the config's `initializer_range`
         (0.02 where it has none).
     """
     parse(spec)
     if when is not None and default is dataclasses.MISSING:
         default = None
-    metadata = {"spec": spec, "when": when, "init": init}
+    metadata = {"spec": spec, "when": when, "initial": initial}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -90,7 +90,7 @@ class Tree:
         """The tree of a config with random weights. A leaf depends on the seed and its path alone."""
 
         def make(shape: tuple[int, ...], spec: str, field: dataclasses.Field[Any], c: Any, path: str) -> Tensor:
-            constant = field.metadata["init"]
+            constant = field.metadata["initial"]
             if callable(constant):
                 constant = constant(c)
             if constant is not None:
@@ -168,8 +168,8 @@ def pytree(cls: type[C]) -> type[C]:
         return children, context, context[0]
 
     optree.register_pytree_node(
-        made,  # type: ignore[type-var]
-        optree_flatten,  # type: ignore[arg-type]
+        typing.cast(Any, made),
+        optree_flatten,
         lambda context, children: unflatten(children, context),
         path_entry_type=optree.GetAttrEntry,
         namespace=NAMESPACE,

@@ -1,0 +1,10 @@
+"""Load a checkpoint, build a program of it, generate."""
+
+from .build import Phase, Program, build, plan
+from .generate import Generation, Timings
+from .load import load
+from .lower import Call, Kernel
+from .model import Model
+from .report import Plan
+
+__all__ = ["Call", "Generation", "Kernel", "Model", "Phase", "Plan", "Program", "Timings", "build", "load", "plan"]

@@ -1,0 +1,132 @@
+"""`python -m meshfn generate ...` and `python -m meshfn plan ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["main"]
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0, 1 for bad input (with a line that says which), 130 for Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    progress = _Progress(sys.stderr)
+    try:
+        return int(arguments.run(arguments, progress))
+    except KeyboardInterrupt:
+        progress.clear()
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader went away (| head). Nothing is left to say to it, at interpreter exit neither.
+        sys.stdout = None
+        return 0
+    except (ValueError, TypeError, ImportError) as error:
+        progress.clear()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m meshfn", description="Generate text, or print what would run.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", required=True, help='"smollm2-135m" or a .gguf file')
+    common.add_argument("--dtype", choices=_DTYPES, help="the model's unless given")
+    common.add_argument("--max-len", type=int, default=1024, help="tokens, prompt and new ones (%(default)s)")
+    common.add_argument("--chunk", type=int, default=256, help="prompt tokens a prefill call takes (%(default)s)")
+    common.add_argument("--batch", type=int, default=1, help="rows (%(default)s)")
+
+    generate = commands.add_parser("generate", parents=[common], help="stream text after a prompt")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
+    generate.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
+    generate.add_argument("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
+    generate.add_argument("--device", help="the model's unless given")
+    generate.set_defaults(run=_generate)
+
+    plan = commands.add_parser("plan", parents=[common], help="print the plan, without reading weights")
+    plan.add_argument("--device", default="cpu", help="need not be present (%(default)s)")
+    plan.add_argument("--arch", help='such as "sm_90"')
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
+def _plan(arguments: argparse.Namespace, progress: _Progress) -> int:
+    from . import load, plan
+
+    model = load(arguments.model, abstract=True)
+    print(
+        plan(
+            model,
+            batch=arguments.batch,
+            max_len=arguments.max_len,
+            chunk=arguments.chunk,
+            dtype=_dtype(arguments.dtype),
+            device=arguments.device,
+            arch=arguments.arch,
+        )
+    )
+    return 0
+
+
+def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
+    from . import build, load
+
+    model = load(arguments.model, progress=progress)
+    prompt: Any = arguments.prompt
+    if arguments.chat:
+        if model.tokenizer is None or not model.tokenizer.chat_template:
+            raise ValueError(f"--chat: the tokenizer of {model.name} has no chat template")
+        messages = [{"role": "user", "content": prompt}]
+        prompt = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    progress("building, compiles prefill and decode" if not arguments.no_compile else "building", 0, 0)
+    program = build(
+        model,
+        batch=arguments.batch,
+        max_len=arguments.max_len,
+        chunk=arguments.chunk,
+        dtype=_dtype(arguments.dtype),
+        device=arguments.device,
+        compile=not arguments.no_compile,
+    )
+    progress.clear()
+    from transformers import TextStreamer
+
+    if not arguments.chat:
+        print(prompt, end="", flush=True)
+    streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    result = program.generate(prompt, max_new_tokens=arguments.max_new_tokens, streamer=streamer)
+    print(result.timings, file=sys.stderr)
+    return 0
+
+
+class _Progress:
+    """One line that is written over; silent where nobody watches (a file, a pipe)."""
+
+    def __init__(self, out: Any) -> None:
+        self._out, self._live, self._shown = out, out.isatty(), False
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        if self._live:
+            count = f" {done}/{total}" if total > 1 else ""
+            self._out.write(f"\r\x1b[K{step}{count} ...")
+            self._out.flush()
+            self._shown = True
+
+    def clear(self) -> None:
+        if self._shown:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._shown = False

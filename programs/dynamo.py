@@ -1,0 +1,107 @@
+"""The only file that touches torch's private compiler interfaces, behind names of our own.
+
+`tests/programs/test_dynamo.py` holds each of them to what is said here, so that a torch release that moves one fails
+there and loudly.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+__all__ = [
+    "capture",
+    "compile_with",
+    "compiler_problem",
+    "dynamic_size",
+    "inductor",
+    "region",
+    "region_of",
+    "source_of",
+]
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """`torch.compile(fn, fullgraph=True)` with an own backend and an own cache of compiled code.
+
+    Dynamo keeps its cache with the code object, so two programs made of one function would meet each other's guards
+    and share a limit; a copy of the code object keeps them apart.
+    """
+    own = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    own.__kwdefaults__ = fn.__kwdefaults__
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=backend)
+    return compiled
+
+
+def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph, list(inputs))
+    return compiled  # type: ignore[no-any-return]
+
+
+def capture(fn: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """The Dynamo graph of a call, without computing it (arguments may be meta tensors)."""
+    found: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        compile_with(fn, backend)(*args)
+    (graph,) = found
+    return graph
+
+
+def dynamic_size(t: Tensor, dim: int, *, max: int) -> Tensor:
+    """Mark a dimension as one whose size changes from call to call, from 2 to `max`."""
+    import torch._dynamo
+
+    torch._dynamo.mark_dynamic(t, dim, min=2, max=max)
+    return t
+
+
+def region(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is compiled once and called many times within one graph.
+
+    What it may not do: read `.T` of an argument (torch 2.13 lifts the attribute out of the region and then fails).
+    """
+    marked: Callable[..., Any] = torch.compiler.nested_compile_region(fn)
+    return marked
+
+
+def region_of(node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:
+    """The body and the arguments of a call of a region; None for another node."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "invoke_subgraph":
+        return None
+    body, _, *args = node.args
+    assert isinstance(body, fx.Node)
+    return getattr(node.graph.owning_module, str(body.target)), args
+
+
+def source_of(node: fx.Node) -> str | None:
+    """Where a graph input comes from, as `params.layers[0][2]`; None where Dynamo does not say."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", None)
+    text = name() if callable(name) else name
+    return text.replace("L['", "", 1).replace("']", "", 1) if isinstance(text, str) else None
+
+
+def compiler_problem(device: torch.device) -> str | None:
+    """Why Inductor cannot compile for a device here, or None."""
+    if device.type != "cpu":
+        return None
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "no C++ compiler is found, which torch.compile needs on a CPU"
+    return None

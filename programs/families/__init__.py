@@ -1,0 +1,59 @@
+"""One adapter a family: a table of names and a function from config to config, no model code.
+
+To add a family, write `families/<model_type>.py` with a `FAMILY` and name it in `_MODULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ...functional import DecoderConfig
+
+__all__ = ["Family", "find_family", "known_families"]
+
+_MODULES = {"llama": "llama"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How checkpoints of one `model_type` are read.
+
+    config: from the fields of the Hugging Face config to ours; raises `ValueError` for a field it cannot honour.
+    names: checkpoint name -> pytree path, `{i}` standing for the layer.
+    optional: names that a checkpoint may carry without our reading them (a head that is tied).
+    gguf_arch: the architecture's name in GGUF files. gguf_fields: GGUF metadata key -> config field.
+    gguf_permuted: checkpoint names whose rows GGUF keeps in interleaved rotary order -> the config field that
+        counts their heads.
+    """
+
+    model_type: str
+    config: Callable[[Mapping[str, Any]], DecoderConfig]
+    names: Mapping[str, str]
+    optional: tuple[str, ...] = ()
+    gguf_arch: str | None = None
+    gguf_fields: Mapping[str, str] | None = None
+    gguf_permuted: Mapping[str, str] | None = None
+
+    def paths(self, layers: int) -> dict[str, str]:
+        """checkpoint name -> pytree path, for so many layers."""
+        found = {}
+        for name, path in self.names.items():
+            for i in range(layers if "{i}" in name else 1):
+                found[name.replace("{i}", str(i))] = path.replace("{i}", str(i))
+        return found
+
+
+def known_families() -> list[str]:
+    return sorted(_MODULES)
+
+
+def find_family(model_type: str) -> Family:
+    """The adapter of a `model_type`. Raises `ValueError` that lists the known ones."""
+    if model_type not in _MODULES:
+        known = ", ".join(known_families())
+        raise ValueError(f'model_type "{model_type}" is unknown\n    known: {known}')
+    family: Family = import_module(f".{_MODULES[model_type]}", __name__).FAMILY
+    return family

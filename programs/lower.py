@@ -1,0 +1,104 @@
+"""Which kernel computes which primitive: an open table, and a reason for every node that has none.
+
+Primitives are calls of `torch.ops.meshfn.*` in a Dynamo graph. Where a kernel of the table says that it supports the
+call, the node becomes the kernel's op; elsewhere it stays, decomposes into its function and the compiler fuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import fx
+
+from ..functional.primitive import NAMESPACE
+from .dynamo import region_of
+from .sizes import Target
+
+__all__ = ["KERNELS", "Call", "Kernel", "choose", "lower", "primitive_name", "walk"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a primitive, as a kernel's `supports` sees it: tensors are fakes with shapes, dtypes and strides."""
+
+    primitive: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Target
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry of the table.
+
+    primitive: the name it serves, such as "gated_mlp". op: takes the primitive's arguments, returns its results.
+    supports: None for a call it can compute, else the reason why not, in a few words.
+    """
+
+    name: str
+    primitive: str
+    op: Callable[..., Any]
+    supports: Callable[[Call], str | None] = field(default=lambda call: None)
+
+
+# device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.
+KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType({"cpu": (), "cuda": ()})
+
+
+def primitive_name(node: fx.Node) -> str | None:
+    """`"gated_mlp"` for a call of `torch.ops.meshfn.gated_mlp`, None for any other node."""
+    if node.op != "call_function":
+        return None
+    space, _, name = str(getattr(node.target, "_qualified_op_name", "")).partition("::")
+    return name if space == NAMESPACE else None
+
+
+def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[Kernel | None, str]:
+    """The kernel for a primitive's node and its name, or None and the reasons of those that declined."""
+    name = primitive_name(node)
+    assert name is not None
+    fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("example_value"))
+    call = Call(name, fakes[0], fakes[1], target)
+    reasons = []
+    for kernel in kernels:
+        if kernel.primitive != name:
+            continue
+        reason = kernel.supports(call)
+        if reason is None:
+            return kernel, kernel.name
+        reasons.append(f"{kernel.name}: {reason}")
+    return None, f"compiler ({'; '.join(reasons) or f'no {target.device} kernel'})"
+
+
+def walk(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """Every node of a graph and, once each, of the regions it calls."""
+    seen = set()
+    for node in graph.graph.nodes:
+        yield node
+        called = region_of(node)
+        if called is not None and id(called[0]) not in seen:
+            seen.add(id(called[0]))
+            yield from walk(called[0])
+
+
+def lower(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...]) -> list[str]:
+    """Put kernels in place, within `graph`; return a line for each primitive that has none."""
+    left = []
+    changed = set()
+    for node in list(walk(graph)):
+        if primitive_name(node) is None:
+            continue
+        kernel, reason = choose(node, target, kernels)
+        if kernel is None:
+            left.append(f"{node.name} ({primitive_name(node)}): {reason}")
+        else:
+            node.target = kernel.op
+            changed.add(node.graph)
+    for each in changed:
+        each.lint()
+        assert each.owning_module is not None
+        each.owning_module.recompile()
+    return left

@@ -1,0 +1,44 @@
+"""A loaded model: a frozen config, a parameter pytree, and what generation should know of the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..functional import Decoder, DecoderConfig, tree
+
+__all__ = ["Model"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """What `load` returns.
+
+    params: from a module its own parameters, the very objects. From an abstract load, meta tensors.
+    tokenizer: a transformers tokenizer, or None. eos_token_id: what ends a row unless `generate` is told otherwise.
+    """
+
+    name: str
+    config: DecoderConfig
+    params: Decoder
+    tokenizer: Any | None = None
+    eos_token_id: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.params.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.params.embed.device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.numel() for leaf in tree.leaves(self.params))
+
+    def __repr__(self) -> str:
+        size = f"{self.num_parameters / 1e6:.1f} M parameters"
+        return f"Model({self.name}, {len(self.config.layers)} layers, {size}, {self.dtype}, {self.device})"

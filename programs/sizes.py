@@ -1,0 +1,76 @@
+"""What a program is built for: the device and the static sizes, and arguments of those sizes for each phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import functional as F
+from . import dynamo
+from .steps import Caches, State
+
+__all__ = ["Sizes", "Target"]
+
+# The cache is read in steps of this many slots, so that few different sizes occur.
+READ_STEP = 32
+# Room for the end-of-sequence tokens of a call, so that their number is no part of a graph; Llama 3 has three.
+EOS_LIMIT = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """device: its type, such as "cpu". arch: such as "sm_90"; None on a device without one."""
+
+    device: str
+    dtype: torch.dtype
+    arch: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join([self.device, str(self.dtype).removeprefix("torch."), *([self.arch] if self.arch else [])])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """batch: rows. max_len: tokens a row. chunk: tokens a row and prefill call. slots: of the cache."""
+
+    batch: int
+    max_len: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "max_len", "chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"build({name}={value!r}): a positive integer is needed")
+
+    @property
+    def slots(self) -> int:
+        """One more than is ever read: Dynamo takes a view as long as its base for a special case and would compile
+        a second time. At least a chunk, whose tokens each need a slot."""
+        return -(-max(self.max_len, self.chunk) // READ_STEP) * READ_STEP + 1
+
+    def read(self, every: Tensor, tokens: int) -> Tensor:
+        """The first `tokens` of all slots, rounded up: the dynamic size of a step."""
+        n = min(-(-tokens // READ_STEP) * READ_STEP, self.slots - 1)
+        return dynamo.dynamic_size(every[:n], 0, max=self.slots - 1)
+
+    def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Caches:
+        """A cache a layer, uninitialised."""
+        kinds = (each.attention for each in cfg.layers)
+        return F.empty_caches(kinds, self.batch, self.slots, dtype=dtype, device=device)
+
+    def idle(self, phase: str, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ...]:
+        """The arguments of a phase after parameters and cache, with no active row: computing them changes nothing."""
+        none = torch.full((self.batch, self.chunk), -1, device=device)
+        state = State.empty(self.batch, cfg.vocab_size, dtype, device)
+        eos = torch.full((EOS_LIMIT,), -1, device=device)
+        read = self.read(torch.arange(self.slots, device=device), READ_STEP)
+        zeros = torch.zeros_like(none)
+        return {
+            "prefill": (state, zeros, none, torch.full((self.batch,), -1, device=device), eos, read),
+            "decode": (state, eos, read),
+            "score": (zeros, none, zeros, read),
+        }[phase]

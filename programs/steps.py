@@ -1,0 +1,157 @@
+"""The three functions that a program compiles: prefill of one chunk, one decode step, scores of one chunk.
+
+Plain functions of pytrees. A cache that goes in is written in place before they return: the only place where that
+happens, so that the functions below stay pure and a program still owns one buffer a layer.
+
+Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slots, N end-of-sequence tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import functional as F
+from ..functional import tree
+from ..functional.tree import Tree, dim, pytree
+from .dynamo import region
+
+__all__ = ["State", "make_steps", "packed"]
+
+Caches = tuple[F.KVCache, ...]
+Leaves = tuple[Tensor, ...]
+
+
+def packed(params: F.Decoder) -> F.Decoder:
+    """The parameters as the steps take them: in place of each layer the tuple of its leaves.
+
+    Dynamo traces a region once only where it is given tensors, and taking a tree apart is slow to trace; so it is
+    done here, outside, and undone in the region.
+    """
+    layers: Any = tuple(tuple(tree.leaves(each)) for each in params.layers)
+    return dataclasses.replace(params, layers=layers)
+
+
+@pytree
+class State(Tree):
+    """Where each row stands: the token that comes next, its position (-1 once the row has ended)."""
+
+    token: Tensor = dim("B")
+    logprob: Tensor = dim("B")
+    position: Tensor = dim("B")
+    active: Tensor = dim("B")
+    logits: Tensor = dim("B Z")
+
+    @classmethod
+    def empty(cls, batch: int, vocab: int, dtype: torch.dtype, device: torch.device | str) -> State:
+        """No row is active."""
+        integers = torch.full((2, batch), -1, device=device)
+        return cls(
+            token=integers[0].clamp_min(0),
+            logprob=torch.zeros(batch, dtype=torch.promote_types(dtype, torch.float32), device=device),
+            position=integers[1].clone(),
+            active=torch.zeros(batch, dtype=torch.bool, device=device),
+            logits=torch.zeros(batch, vocab, dtype=dtype, device=device),
+        )
+
+
+def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, F.KVCache | None]]:
+    """`F.layer`, compiled once for each kind of layer, which writes the new cache into the buffers of the old.
+
+    The copy back belongs in the region: returned from it instead, whole caches would be cloned, a layer and a step.
+    """
+    regions: list[tuple[F.LayerConfig, Callable[..., Tensor]]] = []
+    for kind in dict.fromkeys(cfg.layers):
+        regions.append((kind, region(_layer_of_tensors(kind, core))))
+
+    def layer(params: Leaves, x: Tensor, cfg: F.LayerConfig, **given: Any) -> tuple[Tensor, F.KVCache | None]:
+        (run,) = [run for kind, run in regions if kind is cfg]
+        cache, slots, rope = given["cache"], given["slots"], given["rope"]
+        return run(*params, x, cache.k, cache.v, given["positions"], *(rope or ()), slots.write, slots.read), cache
+
+    return layer
+
+
+def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer of a kind, as a function of the leaves of its arguments."""
+    leaf = torch.empty(0)
+    rope = None if kind.attention.rope is None else (leaf, leaf)
+    cache = F.KVCache.abstract(kind.attention, B=1, T=1)
+    like = (F.Layer.abstract(kind), leaf, cache, leaf, rope, F.Slots(write=leaf, read=leaf))
+    definition = tree.structure(like)
+
+    def run(*tensors: Tensor) -> Tensor:
+        params, x, cache, positions, rope, slots = tree.unflatten(definition, tensors)
+        x, new = F.layer(params, x, kind, positions=positions, rope=rope, cache=cache, slots=slots, core=core)
+        assert new is not None
+        cache.k.copy_(new.k)
+        cache.v.copy_(new.v)
+        return x
+
+    return run
+
+
+def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
+    """The functions `prefill`, `decode` and `score` of a config, by name."""
+    kinds = {kind: kind for kind in cfg.layers}
+    # Equal layer configs become one object, so that a layer finds its region by identity while it is traced.
+    cfg = F.DecoderConfig(**{**vars(cfg), "layers": tuple(kinds[each] for each in cfg.layers)})
+    many, few = F.dot_product_attention, F.decode_attention
+    layers = {core: donating_layer(cfg, core) for core in (many, few)}
+
+    def run(
+        params: F.Decoder, cache: Caches, tokens: Tensor, positions: Tensor, read: Tensor, core: Callable[..., Tensor]
+    ) -> Tensor:
+        slots = F.Slots.of(positions, cache[0].k.shape[1], read) if cache else None
+        x, _ = F.backbone(
+            params, tokens, cfg, positions=positions, cache=cache, slots=slots, core=core, layer=layers[core]
+        )
+        return x
+
+    def prefill(
+        params: F.Decoder,
+        cache: Caches,
+        state: State,
+        tokens: Tensor,
+        positions: Tensor,
+        last: Tensor,
+        eos_token_id: Tensor,
+        read: Tensor,
+    ) -> State:
+        """tokens, positions `B C` (-1: padding); last `B`, where in the chunk a row's prompt ends, -1 where it does
+        not: only those rows get a token. read: `0 .. n-1`, n above every position of the chunk."""
+        x = run(params, cache, tokens, positions, read, many)
+        at = last.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])
+        logits = F.logits(params, x.gather(1, at)[:, 0], cfg)
+        ends = last >= 0
+        after = positions.amax(-1) + 1
+        token, logprob, position, active = F.sample_advance(logits, after, ends, eos_token_id)
+        new = State(token=token, logprob=logprob, position=position, active=active, logits=logits)
+        return _where(ends, new, state)
+
+    def decode(params: F.Decoder, cache: Caches, state: State, eos_token_id: Tensor, read: Tensor) -> State:
+        """Feed each active row its token; a row that has ended changes nothing."""
+        x = run(params, cache, state.token[:, None], state.position[:, None], read, few)
+        logits = F.logits(params, x[:, 0], cfg)
+        after = torch.where(state.active, state.position + 1, -1)
+        token, logprob, position, active = F.sample_advance(logits, after, state.active, eos_token_id)
+        return State(token=token, logprob=logprob, position=position, active=active, logits=logits)
+
+    def score(
+        params: F.Decoder, cache: Caches, tokens: Tensor, positions: Tensor, targets: Tensor, read: Tensor
+    ) -> Tensor:
+        """-> the log-probability of `targets` `B C`, each the token after the one at its place."""
+        x = run(params, cache, tokens, positions, read, many)
+        logits = F.logits(params, x, cfg)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide.gather(-1, targets[..., None])[..., 0] - wide.logsumexp(-1)
+
+    return {"prefill": prefill, "decode": decode, "score": score}
+
+
+def _where(rows: Tensor, new: State, old: State) -> State:
+    return F.tree.map(lambda a, b: torch.where(rows.view(-1, *[1] * (a.dim() - 1)), a, b), new, old)
