@@ -1,6 +1,6 @@
 """The mathematics: pure functions of tensors, pytrees and frozen configs."""
 
-from . import tree, wire
+from . import shapes, tree, wire
 from .attention import Attention, AttentionConfig, attention
 from .cache import KVCache, Slots, cache_update, empty_caches
 from .core import core_attention, decode_attention, dot_product_attention
@@ -50,6 +50,7 @@ __all__ = [
     "rms_norm",
     "rope_tables",
     "sample_advance",
+    "shapes",
     "tree",
     "wire",
 ]

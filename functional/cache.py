@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .shapes import ShapeError
 from .tree import Tree, dim, pytree
 
 __all__ = ["KVCache", "Slots", "cache_update"]
@@ -39,8 +40,10 @@ class Slots(Tree):
     @classmethod
     def of(cls, positions: Tensor, slots: int, read: Tensor | None = None) -> Slots:
         """positions `B S`, -1 for padding; slots: how many the cache has (at least S)."""
+        if positions.shape[1] > slots:
+            raise ShapeError(f"a cache of {slots} slots is too small for {positions.shape[1]} new tokens")
         padding = positions < 0
-        behind = positions.amax(-1, keepdim=True) + padding.long().cumsum(-1)
+        behind = last_position(positions) + padding.long().cumsum(-1)
         write = torch.where(padding, behind % slots, positions)
         return cls(write=write, read=torch.arange(slots, device=positions.device) if read is None else read)
 
@@ -62,9 +65,15 @@ def cache_update(
     k_cache = cache.k.index_put((rows, slots.write), k_new)
     v_cache = cache.v.index_put((rows, slots.write), v_new)
     n = slots.read.shape[0]
-    last = positions.amax(-1, keepdim=True)
-    k_positions = torch.where(slots.read <= last, slots.read, -1)
+    k_positions = torch.where(slots.read <= last_position(positions), slots.read, -1)
     return KVCache(k=k_cache, v=v_cache), k_cache.narrow(1, 0, n), v_cache.narrow(1, 0, n), k_positions
+
+
+def last_position(positions: Tensor) -> Tensor:
+    """`B S` -> `B 1`, the highest of each row; -1 for a row without a token."""
+    if positions.shape[1] == 0:
+        return positions.new_full((positions.shape[0], 1), -1)
+    return positions.amax(-1, keepdim=True)
 
 
 def empty_caches(

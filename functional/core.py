@@ -50,7 +50,7 @@ def dot_product_attention(
     segment_ids: `B S`, or a pair `B S`, `B T`; a query sees keys of its own id.
     q_positions, k_positions: `B|1 S`, `B|1 T`; needed by `causal` and `window` where S and T differ.
     kv_index: `H`, the key/value head of each query head; without it head h reads `h // G`.
-    Scores and softmax are computed in fp32 at least. Raises `ShapeError` before any work.
+    Computed in fp32 at least, returned in v's dtype. Raises `ShapeError` before any work.
     """
     _check("dot_product_attention", q, k, v, mask, sinks, segment_ids, q_positions, k_positions, kv_index)
     q_positions, k_positions = _default_positions(q, k, causal or window is not None, q_positions, k_positions)
@@ -73,11 +73,7 @@ def dot_product_attention(
     )
 
 
-@primitive(
-    "(Tensor q, Tensor k, Tensor v, *, bool causal=False, Tensor? mask=None, int? window=None, float? softcap=None, "
-    "Tensor? sinks=None, float? softmax_scale=None, Tensor? q_segment_ids=None, Tensor? k_segment_ids=None, "
-    "Tensor? q_positions=None, Tensor? k_positions=None, Tensor? kv_index=None) -> Tensor"
-)
+@primitive
 def core_attention(
     q: Tensor,
     k: Tensor,
@@ -107,16 +103,15 @@ def core_attention(
     )
     k, v, groups = _grouped(q, k, v, kv_index)
     q_BSKGE = q.unflatten(2, (k.shape[2], groups))
-    scores = torch.einsum("bskge,btke->bkgst", q_BSKGE, k)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # Products in fp32 too: scores and weights rounded to half precision would double the error.
+    scores = torch.einsum("bskge,btke->bkgst", q_BSKGE.to(wide), k.to(wide))
     weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
-    o = torch.einsum("bkgst,btkv->bskgv", weights.to(v.dtype), _present(v, k_positions)).flatten(2, 3)
+    o = torch.einsum("bkgst,btkv->bskgv", weights, _present(v, k_positions).to(wide)).flatten(2, 3).to(v.dtype)
     return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
 
 
-@primitive(
-    "(Tensor q, Tensor k, Tensor v, *, Tensor q_positions, Tensor k_positions, bool causal=True, int? window=None, "
-    "float? softcap=None, Tensor? sinks=None, float? softmax_scale=None, Tensor? kv_index=None) -> Tensor"
-)
+@primitive
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -178,8 +173,8 @@ def visible(
 
 
 def _softmax(scores: Tensor, scale: float, see: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """scores `B K G S T` -> weights, in fp32 at least. A query that sees nothing gets weights without meaning."""
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    """scores `B K G S T`, in fp32 at least -> weights. A query that sees nothing gets weights without meaning."""
+    scores = scores * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if see is not None:

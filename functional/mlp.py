@@ -89,10 +89,7 @@ def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Ten
     return result
 
 
-@primitive(
-    "(Tensor x, Tensor? norm_weight, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, *, "
-    'str activation="silu", float eps=1e-05, bool zero_centered=False, bool scale_in_fp32=False) -> Tensor'
-)
+@primitive
 def gated_mlp(
     x: Tensor,
     norm_weight: Tensor | None,

@@ -59,10 +59,7 @@ def rms_norm(
     return ((1 + scale if zero_centered else scale) * normed).to(x.dtype)
 
 
-@primitive(
-    "(Tensor x, Tensor? norm_weight, Tensor[] weights, Tensor?[] biases, *, float eps=1e-05, "
-    "bool zero_centered=False, bool scale_in_fp32=False) -> Tensor[]"
-)
+@primitive
 def norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,

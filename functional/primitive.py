@@ -22,23 +22,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def primitive(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as `torch.ops.meshfn.<its name>` with this schema (without the name)."""
+def primitive(fn: Callable[P, R]) -> Callable[P, R]:
+    """Register the function as `torch.ops.meshfn.<its name>`; its annotations and defaults are the schema."""
+    name = fn.__name__
+    _library.define(name + torch.library.infer_schema(fn, mutates_args=()))
+    _library.impl(name, fn, "CompositeImplicitAutograd")
+    # Without this key vmap would fall back to a slow loop over samples, with a warning.
+    _library.impl(name, fn, "FuncTorchBatchedDecomposition")
+    op = getattr(getattr(torch.ops, NAMESPACE), name)
 
-    def wrap(fn: Callable[P, R]) -> Callable[P, R]:
-        name = fn.__name__
-        _library.define(name + schema)
-        _library.impl(name, fn, "CompositeImplicitAutograd")
-        # Without this key vmap would fall back to a slow loop over samples, with a warning.
-        _library.impl(name, fn, "FuncTorchBatchedDecomposition")
-        op = getattr(getattr(torch.ops, NAMESPACE), name)
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return cast(R, op(*args, **kwargs))
+        return fn(*args, **kwargs)
 
-        @functools.wraps(fn)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling():
-                return cast(R, op(*args, **kwargs))
-            return fn(*args, **kwargs)
-
-        return call
-
-    return wrap
+    return call

@@ -73,7 +73,7 @@ def rope_tables(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@primitive("(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor")
+@primitive
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x `B S H R`, cos and sin `B S R/2` -> x turned, same shape and dtype.
 

@@ -27,7 +27,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token, top[..., 0] - wide.logsumexp(-1)
 
 
-@primitive("(Tensor logits, Tensor positions, Tensor active, Tensor eos_token_id) -> (Tensor, Tensor, Tensor, Tensor)")
+@primitive
 def sample_advance(
     logits: Tensor, positions: Tensor, active: Tensor, eos_token_id: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -135,9 +135,10 @@ def _mismatch(
 ) -> str:
     word = dim[0] if len(dim) == 1 else "(" + " ".join(dim) + ")"
     lines = [f"{function}({name}=...): {word} is {int(known)} in {first} but {int(tensor.shape[at])} in {name}"]
-    width = max(len(first), len(name))
     other = arguments.get(first)
+    width = len(name)
     if other is not None and other[0] is not None:
+        width = max(len(first), len(name))
         lines.append(f"    {first:<{width}}: {other[1].replace('?', '')} = {_numbers(other[0])}")
     head = f"    {name:<{width}}: {spec.replace('?', '')} = "
     lines.append(head + _numbers(tensor))

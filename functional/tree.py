@@ -95,8 +95,8 @@ class Tree:
                 constant = constant(c)
             if constant is not None:
                 return torch.full(shape, constant, dtype=dtype, device=device)
-            # crc32 and not hash(), which differs from process to process
-            generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(path.encode()))
+            # crc32 and not hash(), which differs from process to process; a generator takes 32 bits of a seed alone.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{path}".encode()))
             values = torch.randn(shape, generator=generator) * getattr(c, "initializer_range", 0.02)
             return values.to(dtype=dtype, device=device)
 

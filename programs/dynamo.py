@@ -31,11 +31,12 @@ def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]
     """`torch.compile(fn, fullgraph=True)` with an own backend and an own cache of compiled code.
 
     Dynamo keeps its cache with the code object, so two programs made of one function would meet each other's guards
-    and share a limit; a copy of the code object keeps them apart.
+    and share a limit; a copy of the code object keeps them apart. `dynamic=False` because Dynamo also remembers, by
+    source line, which sizes have changed; only what `dynamic_size` marks is dynamic.
     """
     own = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     own.__kwdefaults__ = fn.__kwdefaults__
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=backend)
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=backend, dynamic=False)
     return compiled
 
 

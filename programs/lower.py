@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..functional.primitive import NAMESPACE
@@ -34,7 +35,8 @@ class Call:
 class Kernel:
     """An entry of the table.
 
-    primitive: the name it serves, such as "gated_mlp". op: takes the primitive's arguments, returns its results.
+    primitive: the name it serves, such as "gated_mlp". op: takes the primitive's arguments and returns its results,
+        an op such as `torch.ops.mylib.gated.default`, which the compiler takes as it is.
     supports: None for a call it can compute, else the reason why not, in a few words.
     """
 
@@ -42,6 +44,13 @@ class Kernel:
     primitive: str
     op: Callable[..., Any]
     supports: Callable[[Call], str | None] = field(default=lambda call: None)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.op, torch._ops.OpOverload):
+            raise TypeError(
+                f"Kernel({self.name}): op must be an operator of torch.ops, not {type(self.op).__name__}\n"
+                "    fix: register it with torch.library and pass torch.ops.<namespace>.<name>.default"
+            )
 
 
 # device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.

@@ -1,0 +1,72 @@
+"""What we take from torch's private compiler interfaces, held to what programs/dynamo.py says of it."""
+
+from __future__ import annotations
+
+import torch
+
+from meshfn.programs import dynamo
+
+
+def test_captures_a_graph_with_sources_and_regions():
+    body = dynamo.region(lambda x, w: torch.nn.functional.linear(x, w).relu())
+
+    def fn(params, x):
+        for w in params["weights"]:
+            x = body(x, w)
+        return x
+
+    weights = [torch.empty(4, 4, device="meta") for _ in range(3)]
+    graph = dynamo.capture(fn, {"weights": weights}, torch.empty(2, 4, device="meta"))
+    sources = [dynamo.source_of(n) for n in graph.graph.find_nodes(op="placeholder")]
+    assert sorted(s or "" for s in sources) == ["params['weights'][0]", "params['weights'][1]", "params['weights'][2]", "x"]
+    called = [r for n in graph.graph.nodes if (r := dynamo.region_of(n)) is not None]
+    assert len(called) == 3
+    assert len({id(body) for body, _ in called}) == 1, "the region was traced more than once"
+
+
+def test_a_dynamic_size_compiles_once():
+    count = []
+
+    def backend(graph, inputs):
+        count.append(1)
+        return graph.forward
+
+    base = torch.arange(65)
+    fn = dynamo.compile_with(lambda t: t.sum(), backend)
+    for n in (2, 3, 32, 64):
+        assert int(fn(dynamo.dynamic_size(base[:n], 0, max=64))) == n * (n - 1) // 2
+    assert len(count) == 1
+
+
+def test_compiled_functions_of_one_body_are_apart():
+    """More of them than Dynamo's limit of compiles for one code object."""
+
+    def make(k):
+        return lambda x: x * k
+
+    for k in range(20):
+        fn = dynamo.compile_with(make(k), lambda graph, inputs: graph.forward)
+        assert float(fn(torch.ones(()))) == k
+
+
+def test_the_compiler_is_found():
+    assert dynamo.compiler_problem(torch.device("cpu")) is None
+
+
+def test_sizes_of_one_program_are_no_news_to_another():
+    """Dynamo remembers the sizes a source line has met and makes the next ones dynamic; programs must not notice."""
+
+    def make():
+        return lambda t: t.sum()
+
+    shapes = []
+
+    def backend(graph, inputs):
+        (node,) = (n for n in graph.graph.find_nodes(op="placeholder") if n.type is not torch.SymInt)
+        shapes.append(tuple(node.meta["example_value"].shape))
+        return graph.forward
+
+    for n in (3, 4, 5):
+        dynamo.compile_with(make(), backend)(torch.ones(n))
+    assert shapes == [(3,), (4,), (5,)]
+    assert all(type(n) is int for (n,) in shapes)

@@ -1,0 +1,101 @@
+"""A kernel from the table takes a primitive's place; without one, the plan says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from meshfn import functional as F
+from meshfn import programs
+from meshfn.programs import dynamo
+from meshfn.programs.lower import lower, primitive_name, walk
+from meshfn.programs.sizes import Sizes, Target
+from meshfn.programs.steps import make_steps, packed
+
+from ..tiny import llama, ours
+
+calls: list[tuple[int, ...]] = []
+
+
+@torch.library.custom_op("meshfn_test::gated", mutates_args=())
+def gated(
+    x: torch.Tensor, norm: torch.Tensor | None, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None, *, activation: str, eps: float, zero_centered: bool, scale_in_fp32: bool,
+) -> torch.Tensor:  # fmt: skip
+    calls.append(tuple(x.shape))
+    options = {"eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
+    return F.gated_mlp(x, norm, gate, up, gate_bias, up_bias, activation=activation, **options)
+
+
+@gated.register_fake
+def _(x, norm, gate, up, gate_bias, up_bias, **options):
+    return x.new_empty(*x.shape[:-1], gate.shape[0])
+
+
+def one_token(call: programs.Call) -> str | None:
+    x = call.args[0]
+    return None if x.shape[1] == 1 else f"S is {x.shape[1]}, not 1"
+
+
+KERNEL = programs.Kernel("test_gated", "gated_mlp", torch.ops.meshfn_test.gated.default, one_token)
+
+
+def test_lowered_program_calls_the_kernel_where_it_is_supported(monkeypatch):
+    """Through Dynamo alone (no Inductor), so that the swapped graph itself is run."""
+    monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+    model = ours(llama())
+    calls.clear()
+    program = programs.build(model, batch=2, max_len=20, chunk=4, kernels=[KERNEL])
+    plain = programs.build(model, batch=2, max_len=20, chunk=4, compile=False)
+    calls.clear()
+    got = program.generate([[1, 2, 3, 4, 5], [6]], max_new_tokens=5)
+    assert got.tokens == plain.generate([[1, 2, 3, 4, 5], [6]], max_new_tokens=5).tokens
+    assert calls == [(2, 1, 48)] * 2 * 4
+    rows = {
+        (phase.name, row.op): (row.kernel, row.chosen)
+        for phase in program.plan.phases.values()
+        for block in phase.blocks
+        for row in block.rows
+        if row.op == "gated_mlp"
+    }
+    assert rows == {
+        ("prefill", "gated_mlp"): ("compiler (test_gated: S is 4, not 1)", False),
+        ("decode", "gated_mlp"): ("test_gated", True),
+    }
+
+
+def test_lower_lists_what_is_left():
+    model = ours(llama())
+    sizes, target = Sizes(batch=1, max_len=16, chunk=4), Target("cpu", torch.float32)
+    params = F.Decoder.abstract(model.config)
+    caches = sizes.caches(model.config, torch.float32, "meta")
+    inputs = sizes.idle("decode", model.config, torch.float32, "meta")
+    graph = dynamo.capture(make_steps(model.config)["decode"], packed(params), caches, *inputs)
+    left = lower(graph, target, (KERNEL,))
+    assert_expected_inline("\n".join(left), """\
+norm_linear (norm_linear): compiler (no cpu kernel)
+q_BSHE_1 (apply_rope): compiler (no cpu kernel)
+k_BSKE_1 (apply_rope): compiler (no cpu kernel)
+o_BSHV (decode_attention): compiler (no cpu kernel)
+norm_linear_1 (norm_linear): compiler (no cpu kernel)
+norm_linear_2 (norm_linear): compiler (no cpu kernel)
+norm_linear (norm_linear): compiler (no cpu kernel)
+sample_advance (sample_advance): compiler (no cpu kernel)""")
+    assert sum(n.target is KERNEL.op for n in walk(graph)) == 1
+    assert {primitive_name(n) for n in walk(graph)} - {None} == {
+        "norm_linear", "apply_rope", "decode_attention", "sample_advance",
+    }  # fmt: skip
+
+
+def test_strict_lists_every_reason():
+    with pytest.raises(ValueError, match="no kernel for") as error:
+        programs.build(ours(llama()), max_len=16, chunk=4, strict=True, kernels=[KERNEL])
+    text = str(error.value)
+    assert "prefill layers[0..1] x2: h_BSF (gated_mlp): compiler (test_gated: S is 4, not 1)" in text
+    assert "decode layers[0..1] x2: h_BSF" not in text
+
+
+def test_a_plain_function_is_no_kernel():
+    with pytest.raises(TypeError, match="op must be an operator of torch.ops, not function"):
+        programs.Kernel("plain", "gated_mlp", F.gated_mlp)

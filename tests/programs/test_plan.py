@@ -1,0 +1,154 @@
+"""Plans and graphs, golden; what is said beforehand is what runs."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+
+from meshfn import functional as F
+from meshfn import programs
+
+from ..tiny import llama, ours
+
+
+def test_smollm2():
+    model = programs.load("smollm2-135m", abstract=True)
+    assert_expected_inline(str(programs.plan(model)), """\
+program smollm2-135m   cpu float32   batch 1   max_len 1024   chunk 256
+  weights  134.5 M parameters, 513.1 MiB, read where the model keeps them
+  cache    45.0 MiB, 30 x (k 1 1025 3 64, v 1 1025 3 64), written in place
+
+prefill   B=1 S=256 T<=1024
+  before the layers
+    x                              embedding       1 256 576   reads     576.0 KiB  compiler
+  layers[0..29] x30
+    q k v                          norm_linear     1 256 576   reads       2.1 MiB  compiler (no cpu kernel)
+    q_BSHE                         apply_rope      1 256 9 64                       compiler (no cpu kernel)
+    k_BSKE                         apply_rope      1 256 3 64                       compiler (no cpu kernel)
+    o_BSHV                         core_attention  1 256 9 64  reads <=    1.5 MiB  compiler (no cpu kernel)
+    out_BSD                        norm_linear     1 256 576   reads       1.3 MiB  compiler (no cpu kernel)
+    h_BSF                          gated_mlp       1 256 1536  reads       6.8 MiB  compiler (no cpu kernel)
+    out_BSD                        norm_linear     1 256 576   reads       3.4 MiB  compiler (no cpu kernel)
+    cache.k                        write           1 256 3 64                       compiler, in place
+    cache.v                        write           1 256 3 64                       compiler, in place
+  after the layers
+    result                         norm_linear     1 49152     reads     108.0 MiB  compiler (no cpu kernel)
+    token logprob position active  sample_advance  1                                compiler (no cpu kernel)
+
+decode   B=1 S=1 T<=1024
+  before the layers
+    x                              embedding         1 1 576   reads       2.2 KiB  compiler
+  layers[0..29] x30
+    q k v                          norm_linear       1 1 576   reads       2.1 MiB  compiler (no cpu kernel)
+    q_BSHE                         apply_rope        1 1 9 64                       compiler (no cpu kernel)
+    k_BSKE                         apply_rope        1 1 3 64                       compiler (no cpu kernel)
+    o_BSHV                         decode_attention  1 1 9 64  reads <=    1.5 MiB  compiler (no cpu kernel)
+    out_BSD                        norm_linear       1 1 576   reads       1.3 MiB  compiler (no cpu kernel)
+    h_BSF                          gated_mlp         1 1 1536  reads       6.8 MiB  compiler (no cpu kernel)
+    out_BSD                        norm_linear       1 1 576   reads       3.4 MiB  compiler (no cpu kernel)
+    cache.k                        write             1 1 3 64                       compiler, in place
+    cache.v                        write             1 1 3 64                       compiler, in place
+  after the layers
+    result                         norm_linear       1 49152   reads     108.0 MiB  compiler (no cpu kernel)
+    token logprob position active  sample_advance    1                              compiler (no cpu kernel)
+
+a decode step reads 513.1 MiB of weights and at most 45.0 MiB of cache
+bound: 1.71 steps a second for each GB/s of memory bandwidth, cache full; 1.86, cache empty""")
+
+
+def test_graph_of_a_decode_step(tiny):
+    assert tiny.program.decode._module is not None
+    assert_expected_inline(str(tiny.program.decode.graph), """\
+graph decode
+  tensor                         3 1     state.token[:, None]
+  tensor_1                       3 1     state.position[:, None]
+  padding                        3 1     (tensor_1 < 0)
+  behind                         3 1     (tensor_1.amax(-1, keepdim=True) + padding.long().cumsum(-1))
+  write                          3 1     where(padding, (behind % 97), tensor_1)
+  x                              3 1 48  embedding(tensor, params.embed)
+  inverse                        4       (1 / (10000 ** (arange(0, 8, 2, dtype=int64).float() / 8)))
+  angles                         3 1 4   (tensor_1[..., None].float() * inverse)
+  cos_1                          3 1 4   angles.cos().to(float32)
+  sin_1                          3 1 4   angles.sin().to(float32)
+  getitem_3                      3 1 48  layer_0(x, params.layers[0], cos_1, sin_1, tensor_1, cache[0], write, read.size()[0], read)
+  x_1                            3 1 48  layer_0(getitem_3, params.layers[1], cos_1, sin_1, tensor_1, cache[1], write, read.size()[0], read)
+  result                         3 97    meshfn.norm_linear(x_1[:, 0], params.norm.weight, [params.head], [None], eps=1e-06)
+  after                          3       where(state.active, (state.position + 1), -1)
+  token logprob position active  3       meshfn.sample_advance(result, after, state.active, eos_token_id)
+  return                                 (token, logprob, position, active, result)
+
+layer_0   called 2 times
+  q k v          3 1 48    meshfn.norm_linear(x, params.layers[*].attention.norm.weight, [params.layers[*].attention.q, params.layers[*].attention.k, params.layers[*].attention.v], [params.layers[*].attention.q_bias, params.layers[*].attention.k_bias, params.layers[*].attention.v_bias], eps=1e-06)
+  q_BSHE         3 1 6 8   q.unflatten(-1, (-1, 8))
+  k_BSKE         3 1 2 8   k.unflatten(-1, (-1, 8))
+  v_BSKV         3 1 2 8   v.unflatten(-1, (-1, 8))
+  q_BSHE_1       3 1 6 8   meshfn.apply_rope(q_BSHE, cos_1, sin_1)
+  k_BSKE_1       3 1 2 8   meshfn.apply_rope(k_BSKE, cos_1, sin_1)
+  k_positions    3 1       tensor_1.expand((3, 1))
+  rows           3 1       arange(3)[:, None]
+  padding        3 1 1 1   (k_positions < 0)[..., None, None]
+  k_new          3 1 2 8   where(padding, cache[*].k[rows, write], k_BSKE_1.to(float32))
+  v_new          3 1 2 8   where(padding, cache[*].v[rows, write], v_BSKV.to(float32))
+  k_cache        3 97 2 8  cache[*].k.index_put((rows, write), k_new)
+  v_cache        3 97 2 8  cache[*].v.index_put((rows, write), v_new)
+  k_positions_1  3 n       where((read <= k_positions.amax(-1, keepdim=True)), read, -1)
+  k_BTKE         3 n 2 8   k_cache.narrow(1, 0, read.size()[0])
+  v_BTKV         3 n 2 8   v_cache.narrow(1, 0, read.size()[0])
+  o_BSHV         3 1 6 8   meshfn.decode_attention(q_BSHE_1, k_BTKE, v_BTKV, causal=True, k_positions=k_positions_1, q_positions=tensor_1)
+  out_BSD        3 1 48    meshfn.norm_linear(o_BSHV.flatten(2), None, [params.layers[*].attention.o], [params.layers[*].attention.o_bias])
+  x_BSD          3 1 48    (x + out_BSD)
+  h_BSF          3 1 40    meshfn.gated_mlp(x_BSD, params.layers[*].mlp.norm.weight, params.layers[*].mlp.gate, params.layers[*].mlp.up, params.layers[*].mlp.gate_bias, params.layers[*].mlp.up_bias, activation=silu, eps=1e-06)
+  out_BSD_1      3 1 48    meshfn.norm_linear(h_BSF, None, [params.layers[*].mlp.down], [params.layers[*].mlp.down_bias])
+  x_BSD_1        3 1 48    (x_BSD + out_BSD_1)
+                           cache[*].k.copy_(k_cache)
+                           cache[*].v.copy_(v_cache)
+  return                   (x_BSD_1)""")
+
+
+def test_the_plan_is_what_was_compiled(tiny):
+    plan = programs.plan(tiny.model, batch=3, max_len=70, chunk=8)
+    assert str(tiny.program) == str(plan)
+    for name in ("prefill", "decode"):
+        planned = str(plan.phases[name].graph)
+        compiled = str(getattr(tiny.program, name).graph)
+        assert compiled == planned
+
+
+def test_bytes_are_those_of_the_tensors(tiny):
+    plan = tiny.program.plan
+    size = lambda t: t.numel() * t.element_size()  # noqa: E731
+    assert plan.weights == sum(map(size, F.tree.leaves(tiny.program.params)))
+    assert plan.cache == sum(size(t) for c in tiny.program.cache for t in (c.k, c.v))
+    embed = tiny.program.params.embed
+    # A step reads every weight once, but of the embedding its rows alone.
+    assert plan.phases["decode"].reads == plan.weights - size(embed) + 3 * size(embed[0])
+    tied = ours(llama(tied=True))
+    assert programs.plan(tied).phases["decode"].reads == programs.plan(tied).weights + 48 * 4
+
+
+def test_kinds_of_layers_are_folded_by_kind():
+    module = llama(layers=4)
+    model = ours(module)
+    layers = list(model.config.layers)
+    wide = F.AttentionConfig(**{**vars(layers[0].attention), "window": 5})
+    layers[1] = layers[3] = F.LayerConfig(attention=wide, mlp=layers[1].mlp)
+    config = F.DecoderConfig(**{**vars(model.config), "layers": tuple(layers)})
+    mixed = programs.Model(name="mixed", config=config, params=model.params)
+    titles = [b.title for b in programs.plan(mixed).phases["decode"].blocks]
+    assert titles == ["before the layers", "layers[0,2] x2", "layers[1,3] x2", "after the layers"]
+    eager = programs.build(mixed, max_len=32, chunk=4, compile=False)
+    tokens = eager.generate([[1, 2, 3, 4, 5, 6, 7]], max_new_tokens=6).tokens[0]
+    whole = [1, 2, 3, 4, 5, 6, 7]
+    for token in tokens:
+        logits, _ = F.decoder(model.params, torch.tensor([whole]), config)
+        assert int(logits[0, -1].argmax()) == token
+        whole.append(token)
+
+
+def test_other_devices_and_dtypes_are_planned_without_them():
+    model = programs.load("smollm2-135m", abstract=True)
+    plan = programs.plan(model, device="cuda", arch="sm_90", dtype=torch.bfloat16, batch=4)
+    text = str(plan)
+    assert text.startswith("program smollm2-135m   cuda bfloat16 sm_90   batch 4")
+    assert "compiler (no cuda kernel)" in text
+    assert plan.weights == 2 * model.num_parameters

@@ -1,0 +1,61 @@
+"""The real model: tokens of transformers, text, and the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from meshfn import functional as F
+from meshfn import programs
+from meshfn.programs.load import _packaged_file
+
+PROMPTS = ["The capital of France is", "Once upon a time, there was a little", "def fibonacci(n):\n    "]
+
+
+class Real(NamedTuple):
+    module: Any
+    model: programs.Model
+
+
+@pytest.fixture(scope="module")
+def real() -> Real:
+    from transformers import AutoModelForCausalLM
+
+    path = _packaged_file("smollm2-135m")
+    assert path is not None
+    module = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32).eval()
+    return Real(module, programs.load("smollm2-135m"))
+
+
+def test_weights_are_those_that_transformers_reads(real):
+    theirs = programs.load(real.module)
+    assert theirs.config == real.model.config
+    for (path, a), b in zip(F.tree.paths(real.model.params).items(), F.tree.leaves(theirs.params), strict=True):
+        assert torch.equal(a, b), path
+
+
+def test_64_greedy_tokens_of_transformers_compiled(real):
+    program = programs.build(real.model, batch=3, max_len=128, chunk=32)
+    got = program.generate(PROMPTS, max_new_tokens=64, eos_token_id=())
+    tokenizer = real.model.tokenizer
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    expected = real.module.generate(**inputs, **options)
+    assert got.sequences.tolist() == expected.tolist()
+    assert got.text is not None
+    assert got.text[0].startswith(" Paris.")
+    assert (program.prefill.compiles, program.decode.compiles) == (1, 1)
+
+
+def test_command_line_streams_text():
+    command = [sys.executable, "-m", "meshfn", "generate", "--model", "smollm2-135m", "--max-new-tokens", "4"]
+    done = subprocess.run(
+        [*command, "--no-compile", "--prompt", "The capital of France is"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("The capital of France is Paris.")
+    assert "decode 3 steps, 4 tokens kept" in done.stderr
