@@ -200,5 +200,5 @@ def embed(params: Decoder, tokens: Tensor) -> Tensor:
 def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
     """x `... D`, as `backbone` returns it -> logits `... Z`: the final norm and the head."""
     head = params.embed if params.head is None else params.head
-    result: Tensor = wire.pass_(logits=norm_linear(x, params.norm.weight, [head], [None], **cfg.norm.options)[0])
-    return result
+    (logits_Z,) = norm_linear(x, params.norm.weight, [head], [None], **cfg.norm.options)
+    return wire.pass_(logits=logits_Z)

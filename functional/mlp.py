@@ -85,8 +85,7 @@ def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Ten
         **options,
     )
     out_BSD = linear(wire.pass_(h=h_BSF), params.down, params.down_bias)
-    result: Tensor = wire.pass_(out=out_BSD)
-    return result
+    return wire.pass_(out=out_BSD)
 
 
 @primitive

@@ -46,7 +46,7 @@ class Wire(Protocol):
         """The edges named here, in their order, then those of `sent`, in theirs, each as the next stage needs it."""
         ...
 
-    def pass_(self, **named: Tensor | None) -> Any:
+    def pass_(self, **named: Tensor) -> Tensor:
         """`send` and `receive` of a single edge at once."""
         ...
 
@@ -66,7 +66,7 @@ class Identity:
     def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
         return (*named.values(), *(sent or ()))
 
-    def pass_(self, **named: Tensor | None) -> Any:
+    def pass_(self, **named: Tensor) -> Tensor:
         return next(iter(named.values()))  # not stored under a name, which Dynamo would give the graph's node
 
     def scope(self, name: str) -> Identity:

@@ -34,9 +34,7 @@ def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]
     and share a limit; a copy of the code object keeps them apart. `dynamic=False` because Dynamo also remembers, by
     source line, which sizes have changed; only what `dynamic_size` marks is dynamic.
     """
-    own = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-    own.__kwdefaults__ = fn.__kwdefaults__
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, backend=backend, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(_copy(fn, fn.__name__), fullgraph=True, backend=backend, dynamic=False)
     return compiled
 
 
@@ -70,13 +68,21 @@ def dynamic_size(t: Tensor, dim: int, *, max: int) -> Tensor:
     return t
 
 
-def region(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is compiled once and called many times within one graph.
+def region(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that is compiled once and called many times within one graph, under a name of its own.
 
-    What it may not do: read `.T` of an argument (torch 2.13 lifts the attribute out of the region and then fails).
+    Dynamo takes two regions with equal code for one, whatever their closures hold; the name makes the code differ.
+    A region may not read `.T` of an argument (torch 2.13 lifts the attribute out of the region and then fails).
     """
-    marked: Callable[..., Any] = torch.compiler.nested_compile_region(fn)
+    marked: Callable[..., Any] = torch.compiler.nested_compile_region(_copy(fn, name))
     return marked
+
+
+def _copy(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    code = fn.__code__.replace(co_name=name)
+    own = types.FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
+    own.__kwdefaults__ = fn.__kwdefaults__
+    return own
 
 
 def region_of(node: fx.Node) -> tuple[fx.GraphModule, Sequence[Any]] | None:

@@ -65,8 +65,8 @@ def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callabl
     The copy back belongs in the region: returned from it instead, whole caches would be cloned, a layer and a step.
     """
     regions: list[tuple[F.LayerConfig, Callable[..., Tensor]]] = []
-    for kind in dict.fromkeys(cfg.layers):
-        regions.append((kind, region(_layer_of_tensors(kind, core))))
+    for i, kind in enumerate(dict.fromkeys(cfg.layers)):
+        regions.append((kind, region(_layer_of_tensors(kind, core), f"layer_{i}")))
 
     def layer(params: Leaves, x: Tensor, cfg: F.LayerConfig, **given: Any) -> tuple[Tensor, F.KVCache | None]:
         (run,) = [run for kind, run in regions if kind is cfg]

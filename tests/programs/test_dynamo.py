@@ -8,7 +8,7 @@ from meshfn.programs import dynamo
 
 
 def test_captures_a_graph_with_sources_and_regions():
-    body = dynamo.region(lambda x, w: torch.nn.functional.linear(x, w).relu())
+    body = dynamo.region(lambda x, w: torch.nn.functional.linear(x, w).relu(), "body")
 
     def fn(params, x):
         for w in params["weights"]:
@@ -70,3 +70,12 @@ def test_sizes_of_one_program_are_no_news_to_another():
         dynamo.compile_with(make(), backend)(torch.ones(n))
     assert shapes == [(3,), (4,), (5,)]
     assert all(type(n) is int for (n,) in shapes)
+
+
+def test_regions_of_one_code_and_other_closures_stay_apart():
+    def make(k):
+        return lambda x: x * k
+
+    two, three = dynamo.region(make(2.0), "two"), dynamo.region(make(3.0), "three")
+    compiled = dynamo.compile_with(lambda x: three(two(two(x))), lambda graph, inputs: graph.forward)
+    assert float(compiled(torch.ones(()))) == 12.0

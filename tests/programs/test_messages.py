@@ -128,7 +128,7 @@ build(strict=True): no kernel for
     prefill layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
     prefill layers[0..1] x2: h_BSF (gated_mlp): compiler (no cpu kernel)
     prefill layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
-    prefill after the layers: result (norm_linear): compiler (no cpu kernel)
+    prefill after the layers: logits_Z (norm_linear): compiler (no cpu kernel)
     prefill after the layers: token logprob position active (sample_advance): compiler (no cpu kernel)
     decode layers[0..1] x2: q k v (norm_linear): compiler (no cpu kernel)
     decode layers[0..1] x2: q_BSHE (apply_rope): compiler (no cpu kernel)
@@ -137,7 +137,7 @@ build(strict=True): no kernel for
     decode layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
     decode layers[0..1] x2: h_BSF (gated_mlp): compiler (no cpu kernel)
     decode layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
-    decode after the layers: result (norm_linear): compiler (no cpu kernel)
+    decode after the layers: logits_Z (norm_linear): compiler (no cpu kernel)
     decode after the layers: token logprob position active (sample_advance): compiler (no cpu kernel)
 
 build(compile=True): no C++ compiler is found
