@@ -116,7 +116,18 @@ def attention(
     wire: carries the edges `attention.edges` between the stages. core: see `dot_product_attention`.
     Raises `ShapeError` naming the argument.
     """
-    check_shapes("attention", {"D": cfg.hidden_size}, x=(x, "B S D"), positions=(positions, "B? S"))
+    widths = {letter: cfg.sizes[letter] for letter in "DEV"}  # H and K are the rank's own, as its weights have them
+    check_shapes(
+        "attention",
+        widths,
+        x=(x, "B S D"),
+        positions=(positions, "B? S"),
+        q=(params.q, "(H E) D"),
+        k=(params.k, "(K E) D"),
+        v=(params.v, "(K V) D"),
+        o=(params.o, "D (H V)"),
+        cache=(None if cache is None else cache.k, "B T K E"),
+    )
     if cache is not None and segment_ids is not None:
         raise ValueError("attention: segment_ids with a cache\n    fix: give each document a row of the cache")
     q_BSHE, k_BSKE, v_BSKV = project_qkv(params, wire.pass_(x=x), cfg)

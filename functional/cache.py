@@ -39,9 +39,10 @@ class Slots(Tree):
 
     @classmethod
     def of(cls, positions: Tensor, slots: int, read: Tensor | None = None) -> Slots:
-        """positions `B S`, -1 for padding; slots: how many the cache has (at least S)."""
+        """positions `B S`: consecutive within a row, -1 for padding, which may stand anywhere; slots: how many the
+        cache has, at least S. Raises `ShapeError`."""
         if positions.shape[1] > slots:
-            raise ShapeError(f"a cache of {slots} slots is too small for {positions.shape[1]} new tokens")
+            raise ShapeError(f"cache: {slots} slots are too few for {positions.shape[1]} new tokens")
         padding = positions < 0
         behind = last_position(positions) + padding.long().cumsum(-1)
         write = torch.where(padding, behind % slots, positions)

@@ -52,9 +52,11 @@ def dot_product_attention(
     kv_index: `H`, the key/value head of each query head; without it head h reads `h // G`.
     Computed in fp32 at least, returned in v's dtype. Raises `ShapeError` before any work.
     """
-    _check("dot_product_attention", q, k, v, mask, sinks, segment_ids, q_positions, k_positions, kv_index)
+    q_ids, k_ids = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
+    _check(
+        "dot_product_attention", q, k, v, mask, sinks, window, softcap, q_ids, k_ids, q_positions, k_positions, kv_index
+    )
     q_positions, k_positions = _default_positions(q, k, causal or window is not None, q_positions, k_positions)
-    q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
     return core_attention(
         q,
         k,
@@ -101,13 +103,14 @@ def core_attention(
         q_positions=q_positions,
         k_positions=k_positions,
     )
+    q, k, v = _present(q, q_positions), _present(k, k_positions), _present(v, k_positions)
     k, v, groups = _grouped(q, k, v, kv_index)
     q_BSKGE = q.unflatten(2, (k.shape[2], groups))
     wide = torch.promote_types(q.dtype, torch.float32)
     # Products in fp32 too: scores and weights rounded to half precision would double the error.
     scores = torch.einsum("bskge,btke->bkgst", q_BSKGE.to(wide), k.to(wide))
     weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
-    o = torch.einsum("bkgst,btkv->bskgv", weights, _present(v, k_positions).to(wide)).flatten(2, 3).to(v.dtype)
+    o = torch.einsum("bkgst,btkv->bskgv", weights, v.to(wide)).flatten(2, 3).to(v.dtype)
     return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
 
 
@@ -131,15 +134,16 @@ def decode_attention(
     Written as products and sums over the cache as it lies, which a compiler fuses into one pass: nothing is copied,
     neither to group heads nor to hide empty slots.
     """
+    _check("decode_attention", q, k, v, None, sinks, window, softcap, None, None, q_positions, k_positions, kv_index)
     see = visible(causal=causal, window=window, q_positions=q_positions, k_positions=k_positions)
     assert see is not None
+    q, k, v = _present(q, q_positions), _present(k, k_positions), _present(v, k_positions)
     k, v, groups = _grouped(q, k, v, kv_index)
     q_BSKGE = q.unflatten(2, (k.shape[2], groups))
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q_BSKGE[:, :, None].to(wide) * k[:, None, :, :, None].to(wide)).sum(-1).permute(0, 3, 4, 1, 2)
     weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
-    present = _present(v, k_positions)[:, None, :, :, None].to(wide)
-    o = (weights.permute(0, 3, 4, 1, 2)[..., None] * present).sum(2).flatten(2, 3)
+    o = (weights.permute(0, 3, 4, 1, 2)[..., None] * v[:, None, :, :, None].to(wide)).sum(2).flatten(2, 3)
     return o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(v.dtype)
 
 
@@ -199,9 +203,9 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, kv_index: Tensor | None) -> tuple[
     return k, v, q.shape[2] // max(k.shape[2], 1)
 
 
-def _present(v: Tensor, k_positions: Tensor | None) -> Tensor:
-    """Values with those of empty slots zeroed: a weight of 0 times a NaN is NaN."""
-    return v if k_positions is None else v.masked_fill((k_positions < 0)[..., None, None], 0)
+def _present(x: Tensor, positions: Tensor | None) -> Tensor:
+    """x `B S ...` with what is no token zeroed: a weight or a gradient of 0 times a NaN is NaN."""
+    return x if positions is None else x.masked_fill((positions < 0)[..., None, None], 0)
 
 
 def _default_positions(
@@ -231,12 +235,20 @@ def _check(
     v: Tensor,
     mask: Tensor | None,
     sinks: Tensor | None,
-    segment_ids: Tensor | tuple[Tensor, Tensor] | None,
+    window: int | None,
+    softcap: float | None,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
     q_positions: Tensor | None,
     k_positions: Tensor | None,
     kv_index: Tensor | None,
 ) -> None:
-    q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    if window is not None and window < 1:
+        raise ValueError(f"{function}(window={window}): at least 1 token, the query's own")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{function}(softcap={softcap}): must be above 0")
+    if (q_ids is None) != (k_ids is None):
+        raise ValueError(f"{function}(segment_ids=...): ids of both sides are needed, B S and B T")
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(
             f"{function}(mask=...): a boolean mask is needed, true where a query may see a key, not {mask.dtype}\n"
@@ -246,7 +258,7 @@ def _check(
         "q": (q, "B S H E"),
         "k": (k, "B T K E"),
         "v": (v, "B T K V"),
-        "mask": (mask, "S T" if mask is None or mask.dim() != 4 else "B? H? S T"),
+        "mask": (mask, "S T" if mask is not None and mask.dim() == 2 else "B? H? S T"),
         "sinks": (sinks, "H"),
         "segment_ids": (q_ids, "B S"),
         "k_segment_ids": (k_ids, "B T"),

@@ -160,6 +160,8 @@ def backbone(
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer.
     """
     check_shapes("decoder", tokens=(tokens, "B S"), positions=(positions, "B? S"), segment_ids=(segment_ids, "B S"))
+    if len(params.layers) != len(cfg.layers):
+        raise ValueError(f"decoder(params=...): {len(params.layers)} layers, the config has {len(cfg.layers)}")
     if cache is not None and len(cache) != len(cfg.layers):
         raise ValueError(f"decoder(cache=...): {len(cache)} entries for {len(cfg.layers)} layers")
     if positions is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shapes import ShapeError
+from .shapes import ShapeError, check_shapes
 
 __all__ = ["IGNORE", "cross_entropy"]
 
@@ -31,18 +31,18 @@ def cross_entropy(
     chunk: how many tokens have logits at a time, in forward and in backward, which computes them again.
     In fp32 at least. Raises `ShapeError`.
     """
+    check_shapes("cross_entropy", x=(x, "... D"), head=(head, "Z D"))
     if x.shape[:-1] != labels.shape or (weights is not None and weights.shape != labels.shape):
         given = f"x {tuple(x.shape)}, labels {tuple(labels.shape)}"
         given += "" if weights is None else f", weights {tuple(weights.shape)}"
         raise ShapeError(f"cross_entropy: labels and weights must have x's shape without D\n    {given}")
-    if x.shape[-1] != head.shape[-1]:
-        raise ShapeError(f"cross_entropy(head=...): D is {x.shape[-1]} in x but {head.shape[-1]} in head")
     if chunk < 1:
         raise ValueError(f"cross_entropy(chunk={chunk}): at least 1")
     wide = torch.promote_types(x.dtype, torch.float32)
     kept = labels != IGNORE
     weight = kept.to(wide) if weights is None else torch.where(kept, weights.to(wide), 0)
     target = torch.where(kept, labels, 0)
+    x = x.masked_fill(~kept[..., None], 0)  # whatever stands there, NaN too, has no part in the sum
     loss: Tensor = _ChunkedCrossEntropy.apply(
         x.reshape(-1, x.shape[-1]), head, target.reshape(-1), weight.reshape(-1).detach(), chunk
     )

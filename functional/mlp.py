@@ -71,7 +71,7 @@ class MLP(Tree):
 @edges(x="B S D", h="B S F", out="B S D")
 def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Tensor:
     """x `B S D` -> `B S D`."""
-    check_shapes("mlp", {"D": cfg.hidden_size}, x=(x, "B S D"))
+    check_shapes("mlp", {"D": cfg.hidden_size}, x=(x, "B S D"), gate=(params.gate, "F D"), down=(params.down, "D F"))
     norm_weight = None if params.norm is None else params.norm.weight
     options = {} if cfg.norm is None else cfg.norm.options
     h_BSF = gated_mlp(
@@ -103,6 +103,10 @@ def gated_mlp(
     scale_in_fp32: bool = False,
 ) -> Tensor:
     """x `... D`, gate and up `F D` -> act(norm(x) gate) * (norm(x) up), `... F`. norm_weight: `D`, or None."""
+    check_shapes("gated_mlp", x=(x, "... D"), gate=(gate, "F D"), up=(up, "F D"))
+    if activation not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ValueError(f'gated_mlp(activation="{activation}") is unknown\n    known: {known}')
     g, u = norm_linear(
         x,
         norm_weight,

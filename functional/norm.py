@@ -21,6 +21,7 @@ import torch.nn.functional as tnf
 from torch import Tensor
 
 from .primitive import primitive
+from .shapes import ShapeError, check_shapes
 from .tree import Tree, dim, pytree
 
 __all__ = ["Norm", "NormConfig", "linear", "norm_linear", "rms_norm"]
@@ -50,11 +51,12 @@ def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float = 1e-5, zero_centered: bool = False, scale_in_fp32: bool = False
 ) -> Tensor:
     """x `... D`, weight `D` -> `... D` in x's dtype; see the module's docstring for the options."""
+    check_shapes("rms_norm", x=(x, "... D"), weight=(weight, "D"))
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
     normed = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     if not scale_in_fp32:
-        return (1 + weight if zero_centered else weight) * normed.to(x.dtype)
+        return ((1 + weight if zero_centered else weight) * normed.to(x.dtype)).to(x.dtype)
     scale = weight.to(wide)
     return ((1 + scale if zero_centered else scale) * normed).to(x.dtype)
 
@@ -74,6 +76,16 @@ def norm_linear(
 
     norm_weight: `D`; None leaves x as it is.
     """
+    if len(weights) != len(biases):
+        raise ShapeError(f"norm_linear: {len(weights)} weights and {len(biases)} biases")
+    for weight, bias in zip(weights, biases, strict=True):
+        given = {
+            "x": (x, "... D"),
+            "norm_weight": (norm_weight, "D"),
+            "weights": (weight, "F D"),
+            "biases": (bias, "F"),
+        }
+        check_shapes("norm_linear", **given)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps=eps, zero_centered=zero_centered, scale_in_fp32=scale_in_fp32)
     return [tnf.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]

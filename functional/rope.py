@@ -21,6 +21,7 @@ from .shapes import ShapeError, check_shapes
 
 __all__ = ["RopeConfig", "apply_rope", "frequencies", "rope_tables"]
 
+ROPE_TYPES = ("default", "llama3")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -37,8 +38,8 @@ class RopeConfig:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ("default", "llama3"):
-            raise ValueError(f'rope_type="{self.rope_type}" is unknown\n    known: default, llama3')
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f'rope_type="{self.rope_type}" is unknown\n    known: {", ".join(ROPE_TYPES)}')
         if not self.rope_theta > 0:
             raise ValueError(f"rope_theta={self.rope_theta} must be above 0")
         missing = [n for n in _LLAMA3 if getattr(self, n) is None]
@@ -69,6 +70,7 @@ def rope_tables(
     positions: Tensor, cfg: RopeConfig, width: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """positions `B S` (integers; a row its own) -> cos and sin, `B S R/2` each, in `dtype`."""
+    check_shapes("rope_tables", positions=(positions, "B S"))
     angles = positions[..., None].float() * frequencies(cfg, width, positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -82,7 +84,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     check_shapes("apply_rope", x=(x, "B S H R"), cos=(cos, "B? S Q"), sin=(sin, "B? S Q"))
     if x.shape[-1] != 2 * cos.shape[-1]:
         raise ShapeError(f"apply_rope(x=...): R is {x.shape[-1]} in x but {2 * cos.shape[-1]} in cos and sin")
-    cos, sin = cos[:, :, None], sin[:, :, None]
+    cos, sin = (table[:, :, None].to(x.dtype) for table in (cos, sin))
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
         return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)

@@ -78,7 +78,7 @@ def check_shapes(
     """Bind each letter once, in the order of the arguments; return the bindings.
 
     arguments: `name=(tensor or None, spec)`; None is skipped. A dimension of 1 under a letter written with a trailing
-    `?` (as `"B? S"`) may stand for any size.
+    `?` (as `"B? S"`) may stand for any size; a spec that begins with `...` leaves leading dimensions alone.
     Raises `ShapeError`, naming the argument, the letter, both sizes and the bindings so far.
     """
     bound: dict[str, int] = dict(sizes or {})
@@ -86,16 +86,20 @@ def check_shapes(
     for name, (tensor, spec) in arguments.items():
         if tensor is None:
             continue
-        parsed = parse(spec)
-        may_be_one = [d.endswith("?") for d in spec.split()]  # marks stand on plain letters, so the words line up
-        if tensor.dim() != len(parsed):
+        leading = spec.startswith("... ")
+        parsed = parse(spec.removeprefix("... "))
+        skipped = tensor.dim() - len(parsed)
+        if skipped < 0 or (skipped and not leading):
+            least = "at least " if leading else ""
             raise ShapeError(
-                f"{function}({name}=...): {len(parsed)} dimensions are needed, but it has {tensor.dim()}\n"
+                f"{function}({name}=...): {least}{len(parsed)} dimensions are needed, but it has {tensor.dim()}\n"
                 f"    {name}: {spec.replace('?', '')} = {_numbers(tensor)}{_so_far(bound)}"
             )
-        for i, dim in enumerate(parsed):
+        # Marks stand on plain letters, so the words of such a spec line up with its dimensions.
+        may_be_one = [word.endswith("?") for word in spec.removeprefix("... ").split()]
+        for i, dim in enumerate(parsed, skipped):
             size = tensor.shape[i]
-            if may_be_one[i] and size == 1:
+            if may_be_one[i - skipped] and size == 1:
                 continue
             unknown = [x for x in dim if x not in bound]
             known = 1

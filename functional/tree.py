@@ -84,7 +84,7 @@ class Tree:
         seed: int,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        device: torch.device | str = "cpu",
         **sizes: int,
     ) -> Self:
         """The tree of a config with random weights. A leaf depends on the seed and its path alone."""
@@ -96,9 +96,9 @@ class Tree:
             if constant is not None:
                 return torch.full(shape, constant, dtype=dtype, device=device)
             # crc32 and not hash(), which differs from process to process; a generator takes 32 bits of a seed alone.
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{path}".encode()))
-            values = torch.randn(shape, generator=generator) * getattr(c, "initializer_range", 0.02)
-            return values.to(dtype=dtype, device=device)
+            generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed}{path}".encode()))
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            return (values * getattr(c, "initializer_range", 0.02)).to(dtype=dtype, device=device)
 
         return _build(cls, cfg, sizes, make)
 
@@ -221,7 +221,8 @@ def trainable(tree: Any) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for leaf in leaves(tree):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            base = leaf._base if leaf._base is not None else leaf
+            # A view that is itself a leaf of autograd (cut from a plain tensor) trains by itself.
+            base = leaf if leaf._base is None or leaf.is_leaf else leaf._base
             found.setdefault(id(base), base)
     return list(found.values())
 

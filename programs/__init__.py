@@ -1,10 +1,11 @@
 """Load a checkpoint, build a program of it, generate."""
 
-from .build import Phase, Program, build, plan
+from .build import build, plan
 from .generate import Generation, Timings
 from .load import load
 from .lower import Call, Kernel
 from .model import Model
+from .program import Phase, Program
 from .report import Plan
 
 __all__ = ["Call", "Generation", "Kernel", "Model", "Phase", "Plan", "Program", "Timings", "build", "load", "plan"]

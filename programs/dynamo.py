@@ -32,9 +32,17 @@ def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]
 
     Dynamo keeps its cache with the code object, so two programs made of one function would meet each other's guards
     and share a limit; a copy of the code object keeps them apart. `dynamic=False` because Dynamo also remembers, by
-    source line, which sizes have changed; only what `dynamic_size` marks is dynamic.
+    source line, which sizes have changed; only what `dynamic_size` marks is dynamic. Only the arguments' shapes,
+    strides, dtypes and devices are guarded: a step has no other input, and what is ambient (the number of threads, a
+    default dtype, a mode) may not compile it again.
     """
-    compiled: Callable[..., Any] = torch.compile(_copy(fn, fn.__name__), fullgraph=True, backend=backend, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(
+        _copy(fn, fn.__name__),
+        fullgraph=True,
+        backend=backend,
+        dynamic=False,
+        options={"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe},
+    )
     return compiled
 
 

@@ -131,11 +131,8 @@ def assemble(
     lengths = trim(tokens, eos_token_id)
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]
     width = max(lengths)
-    new = torch.full((len(rows), width), pad_token_id)
-    mask = torch.zeros_like(new)
-    for i, row in enumerate(rows):
-        new[i, : len(row)] = torch.tensor(row)
-        mask[i, : len(row)] = 1
+    new = torch.tensor([row + [pad_token_id] * (width - len(row)) for row in rows], device="cpu")
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device="cpu")
     return Generation(
         tokens=rows,
         sequences=torch.cat((prompts.input_ids.to(new.dtype), new), 1),

@@ -44,7 +44,8 @@ class Graph:
         region_names = {body: f"layer_{i}" for i, body in enumerate(regions)}
         lines = [f"graph {self.name}", *_body(self.module, names, region_names)]
         for body, calls in regions.items():
-            first = [re.sub(r"^(params\.layers|cache)\[\d+\]", r"\1[*]", _text(a, names, {})) for a in calls[0]]
+            # Within a region a leaf is its layer's, whichever that is.
+            first = [re.sub(r"^(?:params\.(layer)s|(cache))\[\d+\]", r"\1\2", _text(a, names, {})) for a in calls[0]]
             inner = dict(zip(body.graph.find_nodes(op="placeholder"), first, strict=True))
             count = f"called {len(calls)} times" if len(calls) > 1 else "called once"
             lines += ["", f"{region_names[body]}   {count}", *_body(body, inner, {})]

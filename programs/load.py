@@ -35,7 +35,9 @@ def load(source: str | Path | nn.Module, *, abstract: bool = False, progress: Pr
     unexpected or misshapen tensors, all listed), before any weight is read.
     """
     if isinstance(source, nn.Module):
-        return _from_module(source)
+        return _from_module(source, abstract)
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"load: a module, a path or a name is needed, not {type(source).__name__}")
     path = _packaged_file(str(source)) or Path(source)
     if not path.is_file():
         names = ", ".join(f'"{n}"' for n in _PACKAGED)
@@ -67,7 +69,7 @@ def _packaged_file(name: str) -> Path | None:
     return Path(spec.submodule_search_locations[0]) / file
 
 
-def _from_module(module: nn.Module) -> Model:
+def _from_module(module: nn.Module, abstract: bool) -> Model:
     hf = getattr(module, "config", None)
     if hf is None or not hasattr(hf, "model_type"):
         raise ValueError(f"{type(module).__name__} has no transformers config\n    fix: pass a ...ForCausalLM module")
@@ -75,7 +77,17 @@ def _from_module(module: nn.Module) -> Model:
     family = find_family(hf.model_type)
     cfg = family.config(fields)
     found = dict(module.named_parameters(remove_duplicate=False))
-    params = _assemble(family, cfg, {n: tuple(t.shape) for n, t in found.items()}, lambda name: found[name])
+    for name, other in family.tied.items():
+        if cfg.tie_word_embeddings and found.get(name, found.get(other)) is not found.get(other):
+            raise TreeError(
+                f"the config ties {name} to {other}, but the module holds two tensors\n"
+                "    fix: config.tie_word_embeddings = False, or module.tie_weights()"
+            )
+
+    def read(name: str) -> Tensor:
+        return found[name].to("meta") if abstract else found[name]
+
+    params = _assemble(family, cfg, {n: tuple(t.shape) for n, t in found.items()}, read)
     generation = getattr(module, "generation_config", None) or hf
     return Model(
         name=getattr(hf, "name_or_path", "") or type(module).__name__,
@@ -130,7 +142,7 @@ def _assemble(
             faults.append(f'{path} ({name}): missing, "{specs[path]}" = {tuple(leaf.shape)}')
         elif shape != tuple(leaf.shape):
             faults.append(f'{path} ({name}): "{specs[path]}" = {tuple(leaf.shape)}, but the tensor has {shape}')
-    used = {names[path] for path in wanted} | set(family.optional)
+    used = {names[path] for path in wanted} | set(family.tied)
     faults += [f"{name}: not expected, it has {shapes[name]}" for name in shapes if name not in used]
     if faults:
         raise TreeError(f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(faults))

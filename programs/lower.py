@@ -6,7 +6,7 @@ call, the node becomes the kernel's op; elsewhere it stays, decomposes into its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from ..functional.primitive import NAMESPACE
 from .dynamo import region_of
 from .sizes import Target
 
-__all__ = ["KERNELS", "Call", "Kernel", "choose", "lower", "primitive_name", "walk"]
+__all__ = ["KERNELS", "Call", "Kernel", "choose", "lower", "primitive_name", "walk", "with_table"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,14 @@ class Kernel:
 
 # device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.
 KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType({"cpu": (), "cuda": ()})
+
+
+def with_table(target: Target, extra: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    """`extra`, then the table's kernels of the target's device."""
+    for kernel in extra:
+        if not isinstance(kernel, Kernel):
+            raise TypeError(f"kernels: a programs.Kernel is needed, not {type(kernel).__name__}")
+    return (*extra, *KERNELS.get(target.device, ()))
 
 
 def primitive_name(node: fx.Node) -> str | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Prompts", "read_prompts"]
+__all__ = ["Prompts", "cut", "read_prompts", "token_ids"]
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,43 @@ def read_prompts(
 
     Raises `ValueError` (`TypeError` for what is none of these), naming the row and the numbers.
     """
-    if isinstance(prompts, Mapping) or hasattr(prompts, "input_ids"):
+    if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise ValueError(f"prompts: a mapping needs input_ids, it has {', '.join(map(str, prompts)) or 'nothing'}")
         attention_mask = prompts.get("attention_mask", attention_mask)
         prompts = prompts["input_ids"]
+    if hasattr(prompts, "__array__") and not isinstance(prompts, Tensor):
+        prompts = torch.as_tensor(prompts)
     if isinstance(prompts, Tensor):
-        rows = _from_tensor(prompts, attention_mask)
-    elif attention_mask is not None:
-        raise ValueError("attention_mask goes with input_ids as a tensor B S; lists of tokens need none")
+        mask = None if attention_mask is None else torch.as_tensor(attention_mask)
+        rows = _masked(_from_tensor(prompts), mask, tuple(prompts.shape))
     else:
         rows = _from_lists(prompts, tokenizer)
+        if attention_mask is not None:
+            if len({len(row) for row in rows}) != 1:
+                raise ValueError("attention_mask: rows of different lengths need none\n    fix: leave it out")
+            rows = _masked(rows, torch.as_tensor(attention_mask), (len(rows), len(rows[0])))
     _check(rows, vocab_size, batch, max_len, max_new_tokens)
     if isinstance(prompts, Tensor):
-        mask = torch.ones_like(prompts) if attention_mask is None else attention_mask
+        mask = torch.ones_like(prompts) if attention_mask is None else torch.as_tensor(attention_mask)
         return Prompts(rows, prompts.cpu(), mask.to("cpu", torch.int64))
     longest = max(map(len, rows))
     # Left padding, as transformers wants it for generation, so that new tokens follow the prompt in every row.
-    ids = torch.tensor([[pad_token_id] * (longest - len(r)) + r for r in rows])
-    mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows])
+    ids = torch.tensor([[pad_token_id] * (longest - len(r)) + r for r in rows], device="cpu")
+    mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows], device="cpu")
     return Prompts(rows, ids, mask)
+
+
+def cut(rows: list[list[int]], batch: int, chunk: int) -> Iterator[tuple[list[list[int]], list[list[int]], list[int]]]:
+    """Rows in chunks, for each: tokens and positions, `batch` rows of `chunk`, padded with 0 and -1, and where in the
+    chunk a row ends, -1 where it does not."""
+    rows = rows + [[]] * (batch - len(rows))
+    for start in range(0, max(map(len, rows)), chunk):
+        parts = [row[start : start + chunk] for row in rows]
+        tokens = [part + [0] * (chunk - len(part)) for part in parts]
+        positions = [[*range(start, start + len(part)), *[-1] * (chunk - len(part))] for part in parts]
+        ends = [bool(part) and start + len(part) == len(row) for part, row in zip(parts, rows, strict=True)]
+        yield tokens, positions, [len(part) - 1 if end else -1 for part, end in zip(parts, ends, strict=True)]
 
 
 def _from_lists(prompts: Any, tokenizer: Any) -> list[list[int]]:
@@ -74,30 +93,39 @@ def _from_lists(prompts: Any, tokenizer: Any) -> list[list[int]]:
         return [list(tokenizer(p)["input_ids"]) for p in prompts]
     rows = []
     for i, prompt in enumerate(prompts):
-        if isinstance(prompt, Tensor) and prompt.dim() == 1:
+        if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
-        if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not all(_is_integer(t) for t in prompt):
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             raise TypeError(f"prompts[{i}]: a list of token ids is needed among others, not {type(prompt).__name__}")
+        for j, token in enumerate(prompt):
+            if not _is_integer(token):
+                raise TypeError(f"prompts[{i}][{j}]: a token id is an integer, not {token!r}")
         rows.append([int(t) for t in prompt])
     return rows
 
 
-def _from_tensor(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+def _from_tensor(input_ids: Tensor) -> list[list[int]]:
     if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         shape = tuple(input_ids.shape)
         raise ValueError(f"input_ids: integers of shape B S are needed, not {input_ids.dtype} of shape {shape}")
-    if attention_mask is None:
-        return [[int(t) for t in row] for row in input_ids.tolist()]
-    if attention_mask.shape != input_ids.shape:
-        shapes = f"{tuple(attention_mask.shape)} and {tuple(input_ids.shape)}"
-        raise ValueError(f"attention_mask and input_ids have different shapes: {shapes}")
-    rows = []
-    for i, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
-        kept = [j for j, m in enumerate(mask) if m]
-        if kept and kept[-1] - kept[0] + 1 != len(kept):
+    return [[int(t) for t in row] for row in input_ids.tolist()]
+
+
+def _masked(rows: list[list[int]], mask: Tensor | None, shape: tuple[int, ...]) -> list[list[int]]:
+    """The tokens that a mask `B S` of ones and zeros keeps."""
+    if mask is None:
+        return rows
+    if tuple(mask.shape) != shape:
+        raise ValueError(f"attention_mask and input_ids have different shapes: {tuple(mask.shape)} and {shape}")
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("attention_mask: zeros and ones are needed, 1 where a token is one")
+    kept = []
+    for i, (row, keep) in enumerate(zip(rows, mask.tolist(), strict=True)):
+        places = [j for j, m in enumerate(keep) if m]
+        if places and places[-1] - places[0] + 1 != len(places):
             raise ValueError(f"attention_mask[{i}]: zeros between ones; padding may stand on either side only")
-        rows.append([int(ids[j]) for j in kept])
-    return rows
+        kept.append([row[j] for j in places])
+    return kept
 
 
 def _check(rows: list[list[int]], vocab_size: int, batch: int, max_len: int, max_new_tokens: int) -> None:
@@ -119,7 +147,19 @@ def _check(rows: list[list[int]], vocab_size: int, batch: int, max_len: int, max
             )
 
 
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """One id or several, each once. Raises `TypeError` for what is no integer."""
+    if value is None:
+        return ()
+    values = [value] if _is_integer(value) else value
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_integer, values)):
+        raise TypeError(f"{name}: an integer or a list of them is needed, not {value!r}")
+    return tuple(dict.fromkeys(int(v) for v in values))
+
+
 def _is_integer(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_floating_point()
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+        return value.dim() == 0 and not value.is_floating_point() and value.dtype != torch.bool
+    return hasattr(value, "__index__") and getattr(value, "shape", ()) == () and not isinstance(value, bool)

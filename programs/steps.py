@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional import tree
-from ..functional.tree import Tree, dim, pytree
+from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
 __all__ = ["State", "make_steps", "packed"]
@@ -38,13 +38,16 @@ def packed(params: F.Decoder) -> F.Decoder:
 
 @pytree
 class State(Tree):
-    """Where each row stands: the token that comes next, its position (-1 once the row has ended)."""
+    """Where each row stands: the token that comes next, its position (-1 once the row has ended).
+
+    session: which prefill the cache must still hold for it; 0 within a step."""
 
     token: Tensor = dim("B")
     logprob: Tensor = dim("B")
     position: Tensor = dim("B")
     active: Tensor = dim("B")
     logits: Tensor = dim("B Z")
+    session: int = static(default=0)
 
     @classmethod
     def empty(cls, batch: int, vocab: int, dtype: torch.dtype, device: torch.device | str) -> State:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from meshfn import programs
 from meshfn.programs import Model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 LLAMA3 = {
     "rope_type": "llama3",

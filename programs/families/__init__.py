@@ -6,7 +6,7 @@ To add a family, write `families/<model_type>.py` with a `FAMILY` and name it in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +23,7 @@ class Family:
 
     config: from the fields of the Hugging Face config to ours; raises `ValueError` for a field it cannot honour.
     names: checkpoint name -> pytree path, `{i}` standing for the layer.
-    optional: names that a checkpoint may carry without our reading them (a head that is tied).
+    tied: name -> the name it repeats where the config ties them; a checkpoint may then carry both.
     gguf_arch: the architecture's name in GGUF files. gguf_fields: GGUF metadata key -> config field.
     gguf_permuted: checkpoint names whose rows GGUF keeps in interleaved rotary order -> the config field that
         counts their heads.
@@ -32,7 +32,7 @@ class Family:
     model_type: str
     config: Callable[[Mapping[str, Any]], DecoderConfig]
     names: Mapping[str, str]
-    optional: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
     gguf_arch: str | None = None
     gguf_fields: Mapping[str, str] | None = None
     gguf_permuted: Mapping[str, str] | None = None

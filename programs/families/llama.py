@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...functional import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig, NormConfig, RopeConfig
+from ...functional.rope import ROPE_TYPES
 from . import Family
 
 _LAYER = "model.layers.{i}."
@@ -64,6 +65,8 @@ def rope(hf: Mapping[str, Any]) -> RopeConfig:
     kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
     theta = found.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0
     found.pop("type", None)
+    if kind not in ROPE_TYPES:
+        raise ValueError(f'rope_type "{kind}" is unknown to family llama\n    known: {", ".join(ROPE_TYPES)}')
     if found.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("rope_parameters: partial_rotary_factor other than 1.0 is not known to this family")
     known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
@@ -77,7 +80,7 @@ FAMILY = Family(
     model_type="llama",
     config=config,
     names=NAMES,
-    optional=("lm_head.weight",),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
     gguf_arch="llama",
     gguf_fields={
         "vocab_size": "vocab_size",

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-
 from meshfn import functional as F
 
 CFG = F.AttentionConfig(
-    hidden_size=24, num_attention_heads=6, num_key_value_heads=2, head_dim=4, v_head_dim=3, rope=F.RopeConfig(), window=6
+    hidden_size=24,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=4,
+    v_head_dim=3,
+    rope=F.RopeConfig(),
+    window=6,
 )
 
 
@@ -102,16 +107,19 @@ def test_errors():
     p, x, positions = params(), torch.ones(2, 5, 24, dtype=torch.float64), torch.arange(5)[None]
     with pytest.raises(F.ShapeError) as error:
         F.attention(p, x[..., :20], CFG, positions=positions)
-    assert_expected_inline(str(error.value), """\
+    assert_expected_inline(
+        str(error.value),
+        """\
 attention(x=...): D is 24 in the config but 20 in x
-    x         : B S D = 2 5 20
-                            ^^
-    so far: D=24 B=2 S=5""")
+    x: B S D = 2 5 20
+                   ^^
+    so far: D=24 E=4 V=3 B=2 S=5""",
+    )
     with pytest.raises(ValueError, match="segment_ids with a cache"):
         F.attention(p, x, CFG, positions=positions, segment_ids=torch.zeros(2, 5), cache=nan_cache(2, 5))
     with pytest.raises(F.ShapeError) as error:
         F.attention(p, x, CFG, positions=positions, cache=nan_cache(2, 4))
-    assert_expected_inline(str(error.value), """a cache of 4 slots is too small for 5 new tokens""")
+    assert_expected_inline(str(error.value), """cache: 4 slots are too few for 5 new tokens""")
     with pytest.raises(ValueError, match="num_attention_heads=6 is no multiple of num_key_value_heads=4"):
         F.AttentionConfig(hidden_size=8, num_attention_heads=6, num_key_value_heads=4, head_dim=2)
     with pytest.raises(ValueError, match=r"head_dim=...\): a positive integer is needed, not True"):

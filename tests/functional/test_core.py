@@ -6,9 +6,8 @@ import warnings
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
-
 from meshfn import functional as F
+from torch import Tensor
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *, see: Tensor | None = None, softcap=None, sinks=None, scale=None):
@@ -29,21 +28,23 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *, see: Tensor | None = None, sof
     return out
 
 
-def inputs(B, S, T, H, K, E, V, dtype=torch.float64):  # noqa: N803
+def inputs(B, S, T, H, K, E, V, dtype=torch.float64):
     """Non-contiguous on purpose: cut from one wider tensor each."""
     q = torch.randn(B, H, S, E + 1, dtype=dtype).transpose(1, 2)[..., 1:]
     k = torch.randn(B, T, K, 2 * E, dtype=dtype)[..., ::2]
     return q, k, torch.randn(B, K, T, V, dtype=dtype).transpose(1, 2)
 
 
-def seen(B, H, S, T, rule):  # noqa: N803
+def seen(B, H, S, T, rule):
     table = torch.zeros(B, H, S, T, dtype=torch.bool)
     for b, h, s, t in itertools.product(range(B), range(H), range(S), range(T)):
         table[b, h, s, t] = rule(b, h, s, t)
     return table
 
 
-@pytest.mark.parametrize("sizes", [(2, 5, 5, 3, 1, 4, 4), (1, 1, 1, 5, 5, 3, 2), (3, 3, 7, 6, 2, 4, 5), (2, 7, 3, 9, 3, 2, 6)])
+@pytest.mark.parametrize(
+    "sizes", [(2, 5, 5, 3, 1, 4, 4), (1, 1, 1, 5, 5, 3, 2), (3, 3, 7, 6, 2, 4, 5), (2, 7, 3, 9, 3, 2, 6)]
+)
 @pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": True}, {"softmax_scale": 0.3}], ids=str)
 def test_equals_the_formula(sizes, options):
     q, k, v = inputs(*sizes)
@@ -111,7 +112,7 @@ def test_kv_index_says_which_head_is_read():
 
 
 @pytest.mark.parametrize(("S", "T"), [(0, 3), (3, 0), (1, 0), (0, 0)])
-def test_empty(S, T):  # noqa: N803
+def test_empty(S, T):
     q, k, v = inputs(2, S, T, 3, 1, 4, 5)
     assert torch.equal(F.dot_product_attention(q, k, v), torch.zeros(2, S, 3, 5, dtype=torch.float64))
 
@@ -130,7 +131,12 @@ def test_gradients_to_second_order():
     B, S, T, H, K = 2, 3, 4, 4, 2
     q, k, v = (x.clone().requires_grad_() for x in inputs(B, S, T, H, K, 2, 3))
     sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
-    options = {"causal": True, "softcap": 2.0, "q_positions": torch.arange(1, 4)[None], "k_positions": torch.arange(4)[None]}
+    options = {
+        "causal": True,
+        "softcap": 2.0,
+        "q_positions": torch.arange(1, 4)[None],
+        "k_positions": torch.arange(4)[None],
+    }
     for core in (F.dot_product_attention, F.decode_attention):
         fn = lambda q, k, v, sinks, core=core: core(q, k, v, sinks=sinks, **options)  # noqa: E731
         assert torch.autograd.gradcheck(fn, (q, k, v, sinks))
@@ -182,13 +188,19 @@ def test_errors():
         ((q, k, v), {"mask": torch.zeros(2, 2, 5, 7, dtype=torch.bool)}),
         ((q, k, v), {"sinks": torch.ones(3)}),
         ((q, k, v), {"segment_ids": torch.zeros(2, 5)}),
+        ((q, k, v), {"segment_ids": (torch.zeros(2, 5), None)}),
+        ((q, k, v), {"mask": torch.zeros(2, 5, 7, dtype=torch.bool)}),
+        ((q, k, v), {"window": 0}),
+        ((q, k, v), {"softcap": -1.0}),
     ]
     texts = []
     for args, options in cases:
-        with pytest.raises((F.ShapeError, TypeError)) as error:
+        with pytest.raises((ValueError, TypeError)) as error:
             F.dot_product_attention(*args, **options)
         texts.append(str(error.value))
-    assert_expected_inline("\n\n".join(texts), """\
+    assert_expected_inline(
+        "\n\n".join(texts),
+        """\
 dot_product_attention(k=...): E is 8 in q but 4 in k
     q: B S H E = 2 5 6 8
     k: B T K E = 2 7 3 4
@@ -232,4 +244,27 @@ dot_product_attention(k_segment_ids=...): T is 7 in k but 5 in k_segment_ids
     k            : B T K E = 2 7 3 8
     k_segment_ids: B T = 2 5
                            ^
-    so far: B=2 S=5 H=6 E=8 T=7 K=3 V=8""")
+    so far: B=2 S=5 H=6 E=8 T=7 K=3 V=8
+
+dot_product_attention(segment_ids=...): ids of both sides are needed, B S and B T
+
+dot_product_attention(mask=...): 4 dimensions are needed, but it has 3
+    mask: B H S T = 2 5 7
+    so far: B=2 S=5 H=6 E=8 T=7 K=3 V=8
+
+dot_product_attention(window=0): at least 1 token, the query's own
+
+dot_product_attention(softcap=-1.0): must be above 0""",
+    )
+
+
+def test_no_gradient_comes_from_what_is_no_token():
+    q, k, v = (x.clone() for x in inputs(2, 3, 4, 4, 2, 4, 4))
+    q_positions, k_positions = torch.tensor([[0, 1, -1], [2, -1, 3]]), torch.tensor([[0, 1, -1, 2], [-1, 3, 2, 1]])
+    q[q_positions < 0], k[k_positions < 0], v[k_positions < 0] = torch.nan, torch.nan, torch.nan
+    for core in (F.dot_product_attention, F.decode_attention):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        core(*leaves, causal=True, q_positions=q_positions, k_positions=k_positions).square().sum().backward()
+        for leaf, positions in zip(leaves, (q_positions, k_positions, k_positions), strict=True):
+            assert bool(leaf.grad.isfinite().all())
+            assert not bool(leaf.grad[positions < 0].any())

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from expecttest import assert_expected_inline
-
 from meshfn import functional as F
 
 from ..tiny import VARIANTS, llama, ours
@@ -63,7 +62,7 @@ def test_transforms_and_compile():
         torch.testing.assert_close(torch.vmap(one)(tokens), expected)
     compiled = torch.compile(lambda p, t: F.decoder(p, t, model.config)[0], fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(model.params, tokens), expected)
-    jacobian = torch.func.jacrev(lambda w: F.decoder(F.tree.replace(model.params, {".norm.weight": w}), tokens, model.config)[0].sum((0, 1)))(model.params.norm.weight)  # fmt: skip  # noqa: E501
+    jacobian = torch.func.jacrev(lambda w: F.decoder(F.tree.replace(model.params, {".norm.weight": w}), tokens, model.config)[0].sum((0, 1)))(model.params.norm.weight)  # fmt: skip
     normal = F.backbone(model.params, tokens, model.config)[0]
     normal = F.rms_norm(normal, torch.ones_like(model.params.norm.weight), **model.config.norm.options).sum((0, 1))
     torch.testing.assert_close(jacobian, model.params.head * normal, rtol=1e-4, atol=1e-4)
@@ -110,7 +109,9 @@ def test_errors():
         texts.append(str(error.value))
     with pytest.raises(ValueError, match="DecoderConfig") as error:
         F.DecoderConfig(vocab_size=97, hidden_size=32, layers=model.config.layers)
-    assert_expected_inline("\n\n".join([*texts, str(error.value)]), """\
+    assert_expected_inline(
+        "\n\n".join([*texts, str(error.value)]),
+        """\
 decoder(positions=...): needed with a cache, which does not say how full it is
 
 decoder(cache=...): 1 entries for 2 layers
@@ -127,4 +128,5 @@ decoder(segment_ids=...): B is 2 in tokens but 3 in segment_ids
                        ^
     so far: B=2 S=3
 
-DecoderConfig(layers=...): layers[0] has AttentionConfig(hidden_size=48), the decoder has hidden_size=32""")
+DecoderConfig(layers=...): layers[0] has AttentionConfig(hidden_size=48), the decoder has hidden_size=32""",
+    )

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-
 from meshfn import functional as F
 
 
@@ -66,6 +65,14 @@ def test_nothing_to_learn_from():
     assert float(loss.detach()) == float(total) == 0
     loss, total = F.cross_entropy(torch.randn(3, 4), head, torch.full((3,), -100))
     assert float(loss) == float(total) == 0
+    x = torch.randn(3, 4)
+    x[1] = torch.nan
+    x.requires_grad_()
+    head.requires_grad_()
+    loss, _ = F.cross_entropy(x, head, torch.tensor([1, -100, 2]))
+    loss.backward()
+    assert bool(loss.isfinite() and x.grad.isfinite().all() and head.grad.isfinite().all())
+    assert not bool(x.grad[1].any())
 
 
 def test_errors():
@@ -81,7 +88,9 @@ def test_errors():
         with pytest.raises(ValueError, match="cross_entropy") as error:
             F.cross_entropy(*args, **options)
         texts.append(str(error.value))
-    assert_expected_inline("\n\n".join(texts), """\
+    assert_expected_inline(
+        "\n\n".join(texts),
+        """\
 cross_entropy: labels and weights must have x's shape without D
     x (2, 3, 4), labels (2, 2)
 
@@ -89,5 +98,10 @@ cross_entropy: labels and weights must have x's shape without D
     x (2, 3, 4), labels (2, 3), weights (6,)
 
 cross_entropy(head=...): D is 4 in x but 3 in head
+    x   : ... D = 2 3 4
+    head: Z D = 5 3
+                  ^
+    so far: D=4 Z=5
 
-cross_entropy(chunk=0): at least 1""")
+cross_entropy(chunk=0): at least 1""",
+    )

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from meshfn import functional as F
 from transformers import LlamaConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-
-from meshfn import functional as F
 
 from ..tiny import LLAMA3
 
@@ -45,7 +44,9 @@ def test_norm_linear_is_norm_then_linear(bias):
         torch.testing.assert_close(got, torch.nn.functional.linear(normed, w, b))
 
 
-@pytest.mark.parametrize("parameters", [{"rope_type": "default", "rope_theta": 500.0}, LLAMA3], ids=["default", "llama3"])
+@pytest.mark.parametrize(
+    "parameters", [{"rope_type": "default", "rope_theta": 500.0}, LLAMA3], ids=["default", "llama3"]
+)
 def test_rope_is_transformers(parameters):
     config = LlamaConfig(head_dim=16, hidden_size=32, num_attention_heads=2, rope_parameters=parameters)
     positions = torch.tensor([[0, 1, 2, 500], [7, 3, 31, 4096]])

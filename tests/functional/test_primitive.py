@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-
 from meshfn import functional as F
 
 X, W = torch.randn(3, 4, 8), torch.randn(5, 8)

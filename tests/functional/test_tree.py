@@ -7,11 +7,10 @@ import optree
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
-
 from meshfn import functional as F
 from meshfn.functional import tree
 from meshfn.functional.tree import Tree, TreeError, dim, pytree, static
+from torch import Tensor
 
 
 class Cfg:
@@ -65,6 +64,13 @@ def test_init_depends_on_seed_and_path_alone():
     assert not torch.equal(a.parts[0].w, a.parts[1].w)
     assert not torch.equal(a.parts[0].w, Nested.init(NestedCfg(), 8).parts[0].w)
     assert torch.equal(a.parts[0].b, torch.zeros(6))
+    with torch.device("meta"):
+        torch.set_default_dtype(torch.float64)
+        try:
+            ambient = Nested.init(NestedCfg(), 7)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, tree.leaves(a), tree.leaves(ambient)))
 
 
 def test_both_registries_take_it():
@@ -117,6 +123,8 @@ def test_trainable_lists_bases_once():
     params = Nested(parts=(Leafy(w=fused[:6]), Leafy(w=fused[6:]), Leafy(w=tied), Leafy(w=tied)))
     found = tree.trainable(params)
     assert [id(t) for t in found] == [id(fused), id(tied)]
+    cut = torch.randn(12, 4)[:6].requires_grad_()
+    assert tree.trainable(Leafy(w=cut))[0] is cut, "a leaf of autograd trains by itself, whatever it was cut from"
     tree.leaves(tree.map(lambda t: t.sum(), params))[1].backward()
     assert fused.grad is not None
 
@@ -169,10 +177,10 @@ def test_bad_declarations_are_refused():
         dim("(K E D")
     with pytest.raises(TypeError, match="must derive from Tree"):
         pytree(type("Plain", (), {}))
+
+    @pytree
+    class Unbound(Tree):
+        w: Tensor = dim("Q D")
+
     with pytest.raises(F.ShapeError, match="no size for Q"):
-
-        @pytree
-        class Unbound(Tree):
-            w: Tensor = dim("Q D")
-
         Unbound.abstract(Cfg())

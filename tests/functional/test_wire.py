@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from meshfn import functional as F
 from meshfn.functional.attention import project_qkv
 from meshfn.functional.wire import Heads, edges_of, identity
+from torch import Tensor
 
 from ..tiny import llama, ours
 

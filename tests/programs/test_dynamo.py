@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from meshfn.programs import dynamo
 
 
@@ -18,7 +17,12 @@ def test_captures_a_graph_with_sources_and_regions():
     weights = [torch.empty(4, 4, device="meta") for _ in range(3)]
     graph = dynamo.capture(fn, {"weights": weights}, torch.empty(2, 4, device="meta"))
     sources = [dynamo.source_of(n) for n in graph.graph.find_nodes(op="placeholder")]
-    assert sorted(s or "" for s in sources) == ["params['weights'][0]", "params['weights'][1]", "params['weights'][2]", "x"]
+    assert sorted(s or "" for s in sources) == [
+        "params['weights'][0]",
+        "params['weights'][1]",
+        "params['weights'][2]",
+        "x",
+    ]
     called = [r for n in graph.graph.nodes if (r := dynamo.region_of(n)) is not None]
     assert len(called) == 3
     assert len({id(body) for body, _ in called}) == 1, "the region was traced more than once"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
-
 from meshfn import functional as F
 from meshfn import programs
-from meshfn.programs import generate
+from meshfn.programs import dynamo, generate
+from transformers import BatchEncoding
 
 from ..tiny import VARIANTS, llama, ours
 
@@ -161,7 +165,9 @@ def test_score_and_logprobs_agree_with_transformers(tiny):
     program, module = tiny.program, tiny.module
     generated = program.generate(ROWS, max_new_tokens=10, return_logprobs=True)
     whole = [row + new for row, new in zip(ROWS, generated.tokens, strict=True)]
-    for row, new, scores, logprobs in zip(ROWS, generated.tokens, program.score(whole), generated.logprobs, strict=True):
+    for row, new, scores, logprobs in zip(
+        ROWS, generated.tokens, program.score(whole), generated.logprobs, strict=True
+    ):
         ids = torch.tensor([row + new])
         expected = module(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].detach()
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
@@ -200,7 +206,9 @@ def test_two_programs_interleave():
         programs.build(m, batch=b, max_len=40, chunk=8, compile=False).generate([[1, 2, 3]], max_new_tokens=8).tokens
         for m, b in zip(models, (1, 2), strict=True)
     ]
-    built = [programs.build(m, batch=b, max_len=40, chunk=8, compile=False) for m, b in zip(models, (1, 2), strict=True)]
+    built = [
+        programs.build(m, batch=b, max_len=40, chunk=8, compile=False) for m, b in zip(models, (1, 2), strict=True)
+    ]
     states = [p.prefill([[1, 2, 3]]) for p in built]
     tokens = [[int(s.token[0])] for s in states]
     for _ in range(7):
@@ -253,3 +261,75 @@ def test_a_streamer_gets_each_token_and_may_fail(tiny):
     with pytest.raises(KeyboardInterrupt):
         tiny.program.generate([ROWS[0]], max_new_tokens=6, streamer=Log(fail_at=4))
     assert tiny.program.generate([ROWS[0]], max_new_tokens=6).tokens == got.tokens
+
+
+def test_what_is_ambient_neither_compiles_nor_changes_a_number(tiny):
+    program = tiny.program
+    expected = program.generate(ROWS, max_new_tokens=5, return_logprobs=True)
+    threads = torch.get_num_threads()
+
+    @contextlib.contextmanager
+    def one_thread():
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+    @contextlib.contextmanager
+    def double():
+        torch.set_default_dtype(torch.float64)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+    modes = [torch.inference_mode(), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16), one_thread(), double()]
+    for mode in [*modes, torch.device("meta")]:
+        with mode:
+            got = program.generate(ROWS, max_new_tokens=5, return_logprobs=True)
+            state = program.prefill(ROWS)
+        assert got.tokens == expected.tokens
+        torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs), rtol=1e-6, atol=1e-6)
+        assert program.decode(state).token.tolist() == [row[1] for row in expected.tokens]
+    assert (program.prefill.compiles, program.decode.compiles) == (1, 1)
+    with torch.inference_mode():
+        inside = programs.build(tiny.model, batch=3, max_len=40, chunk=8, compile=False)
+    assert inside.generate(ROWS, max_new_tokens=5).tokens == expected.tokens
+
+
+def test_a_state_belongs_to_its_prefill(eager):
+    state = eager.prefill(ROWS)
+    forced = dataclasses.replace(state, token=torch.tensor([1, 2, 3]))
+    a, b = eager.decode(forced), eager.decode(state)
+    assert eager.decode(forced).token.tolist() == a.token.tolist()
+    eager.generate([[4]], max_new_tokens=2)
+    for old in (state, b):
+        with pytest.raises(ValueError, match="not of this program's last prefill"):
+            eager.decode(old)
+
+
+def test_programs_of_many_sizes_in_one_process(monkeypatch):
+    """Dynamo remembers sizes by source line; more programs than it has patience for, each traced anew."""
+    monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+    model = ours(llama(3, 1, tied=True, layers=1))
+    expected = programs.build(model, max_len=40, compile=False).generate([[1, 2, 3]], max_new_tokens=4).tokens
+    for i in range(10):
+        program = programs.build(model, batch=1 + i % 3, max_len=8 + 7 * i, chunk=1 + i)
+        assert program.generate([[1, 2, 3]], max_new_tokens=4).tokens == expected
+        assert (program.prefill.compiles, program.decode.compiles) == (1, 1)
+
+
+def test_forms_of_prompts_are_one(eager):
+    rows = [[1, 2, 3], [4, 5, 6]]
+    expected = eager.generate(rows, max_new_tokens=3).tokens
+    ids = torch.tensor(rows)
+    same = [
+        ids,
+        ids.numpy(),
+        [ids[0], ids[1].numpy()],
+        {"input_ids": rows, "attention_mask": [[1, 1, 1]] * 2},
+        BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)}),
+        {"input_ids": [[0, *row] for row in rows], "attention_mask": [[0, 1, 1, 1]] * 2},
+    ]
+    for prompts in same:
+        assert eager.generate(prompts, max_new_tokens=3).tokens == expected
+    stop = expected[0][1]
+    for eos in (stop, [stop], torch.tensor(stop), np.int64(stop), [stop] * 9):
+        assert eager.generate([rows[0]], max_new_tokens=3, eos_token_id=eos).tokens == [expected[0][:2]]

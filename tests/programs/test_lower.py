@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.programs import dynamo
@@ -73,7 +72,9 @@ def test_lower_lists_what_is_left():
     inputs = sizes.idle("decode", model.config, torch.float32, "meta")
     graph = dynamo.capture(make_steps(model.config)["decode"], packed(params), caches, *inputs)
     left = lower(graph, target, (KERNEL,))
-    assert_expected_inline("\n".join(left), """\
+    assert_expected_inline(
+        "\n".join(left),
+        """\
 norm_linear (norm_linear): compiler (no cpu kernel)
 q_BSHE_1 (apply_rope): compiler (no cpu kernel)
 k_BSKE_1 (apply_rope): compiler (no cpu kernel)
@@ -81,7 +82,8 @@ o_BSHV (decode_attention): compiler (no cpu kernel)
 norm_linear_1 (norm_linear): compiler (no cpu kernel)
 norm_linear_2 (norm_linear): compiler (no cpu kernel)
 norm_linear (norm_linear): compiler (no cpu kernel)
-sample_advance (sample_advance): compiler (no cpu kernel)""")
+sample_advance (sample_advance): compiler (no cpu kernel)""",
+    )
     assert sum(n.target is KERNEL.op for n in walk(graph)) == 1
     assert {primitive_name(n) for n in walk(graph)} - {None} == {
         "norm_linear", "apply_rope", "decode_attention", "sample_advance",
@@ -97,5 +99,5 @@ def test_strict_lists_every_reason():
 
 
 def test_a_plain_function_is_no_kernel():
-    with pytest.raises(TypeError, match="op must be an operator of torch.ops, not function"):
+    with pytest.raises(TypeError, match=r"op must be an operator of torch\.ops, not function"):
         programs.Kernel("plain", "gated_mlp", F.gated_mlp)

