@@ -18,7 +18,7 @@ from .generate import Generation, Streamer, Timings, assemble, now, run_decode
 from .graph import Graph
 from .lower import Kernel, lower, with_table
 from .model import Model
-from .prompts import Prompts, cut, read_prompts, token_ids
+from .prompts import Prompts, cut, end_tokens, read_prompts
 from .report import Plan, make_plan
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target
 from .steps import State, make_steps, packed
@@ -185,12 +185,9 @@ class Program:
             t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
             yield t, p, ends, self._read(wanted)
 
-    def _eos(self, eos_token_id: Sequence[int]) -> Tensor:
+    def _eos(self, stop: Sequence[int]) -> Tensor:
         """`EOS_LIMIT`, whatever the number of end tokens, which is no part of a graph."""
-        if len(eos_token_id) > EOS_LIMIT:
-            raise ValueError(f"eos_token_id: {len(eos_token_id)} tokens, at most {EOS_LIMIT}")
-        padded = [*eos_token_id, *[-1] * (EOS_LIMIT - len(eos_token_id))]
-        return torch.tensor(padded, device=self.device)
+        return torch.tensor([*stop, *[-1] * (EOS_LIMIT - len(stop))], device=self.device)
 
     def _run_prefill(self, params: F.Decoder, rows: list[list[int]], eos: Tensor) -> State:
         self._session += 1
@@ -202,9 +199,9 @@ class Program:
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """Read prompts into the cache, from its first slot on -> the state after them, with the first new token."""
         read = self._prompts(prompts, attention_mask, 0)
-        eos = self._eos(token_ids("eos_token_id", eos_token_id))
+        stop = end_tokens(eos_token_id)
         with self._alone():
-            state = self._run_prefill(self._live_params(), read.rows, eos)
+            state = self._run_prefill(self._live_params(), read.rows, self._eos(stop))
             return dataclasses.replace(state, session=self._session)
 
     def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
@@ -218,10 +215,12 @@ class Program:
         longest = int(state.position.max()) + 1
         if longest > self.sizes.max_len:
             raise ValueError(f"decode: a row holds max_len={self.sizes.max_len} tokens; there is no slot for another")
-        eos = self._eos(token_ids("eos_token_id", eos_token_id))
+        stop = end_tokens(eos_token_id)
         with self._alone():
-            plain = dataclasses.replace(state, session=0)
-            new: State = self.decode.step(self._live_params(), self.cache, plain, eos, self._read(max(longest, 1)))
+            # A token of the user's own may come from anywhere; a copy made here is like any other.
+            plain = dataclasses.replace(state, session=0, token=state.token.clone())
+            read = self._read(max(longest, 1))
+            new: State = self.decode.step(self._live_params(), self.cache, plain, self._eos(stop), read)
             return dataclasses.replace(new, session=self._session)
 
     def generate(
@@ -246,14 +245,14 @@ class Program:
             raise ValueError("generate: pass prompts, or input_ids")
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ValueError(f"generate(max_new_tokens={max_new_tokens!r}): a positive integer is needed")
-        stop = self.model.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id)
+        stop = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
         pad = next((p for p in (pad_token_id, self.model.pad_token_id, *stop) if p is not None), 0)
         read = self._prompts(input_ids if prompts is None else prompts, attention_mask, max_new_tokens, pad)
         if streamer is not None and len(read.rows) > 1:
             raise ValueError(f"generate(streamer=...): one prompt at a time, not {len(read.rows)}")
-        eos = self._eos(stop)
         with self._alone():
             begin = now(self.device)
+            eos = self._eos(stop)
             params = self._live_params()
             if streamer is not None:
                 streamer.put(read.input_ids)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Prompts", "cut", "read_prompts", "token_ids"]
+from .sizes import EOS_LIMIT
+
+__all__ = ["Prompts", "cut", "end_tokens", "read_prompts"]
 
 
 @dataclass(frozen=True)
@@ -147,16 +149,20 @@ def _check(rows: list[list[int]], vocab_size: int, batch: int, max_len: int, max
             )
 
 
-def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """One id or several, each once. Raises `TypeError` for what is no integer."""
+def end_tokens(value: Any) -> tuple[int, ...]:
+    """`eos_token_id`: one id, several or None, each once. Raises `TypeError` for what is none of these, `ValueError`
+    for more than a step has room for."""
     if value is None:
         return ()
     values = [value] if _is_integer(value) else value
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_integer, values)):
-        raise TypeError(f"{name}: an integer or a list of them is needed, not {value!r}")
-    return tuple(dict.fromkeys(int(v) for v in values))
+        raise TypeError(f"eos_token_id: an integer or a list of them is needed, not {value!r}")
+    found = tuple(dict.fromkeys(int(v) for v in values))
+    if len(found) > EOS_LIMIT:
+        raise ValueError(f"eos_token_id: {len(found)} tokens, at most {EOS_LIMIT}")
+    return found
 
 
 def _is_integer(value: Any) -> bool:

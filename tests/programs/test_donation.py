@@ -37,9 +37,8 @@ def test_a_step_writes_one_slot_of_each_layer(tiny):
 
 
 def test_depth_adds_calls_and_no_regions():
-    """What is traced and compiled is the same for 3 layers and for 12."""
-    for layers in (3, 12):
-        program = programs.build(ours(llama(2, 1, layers=layers)), max_len=32, chunk=8, compile=False)
-        text = str(program.decode.graph)
-        assert f"layer_0   called {layers} times" in text
-        assert "layer_1" not in text
+    """What is traced and compiled for 12 layers is what is for the two of the golden graph."""
+    program = programs.build(ours(llama(2, 1, layers=12)), max_len=32, chunk=8, compile=False)
+    text = str(program.decode.graph)
+    assert "layer_0   called 12 times" in text
+    assert "layer_1" not in text

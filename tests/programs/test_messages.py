@@ -122,7 +122,7 @@ def test_build(tiny, monkeypatch):
         message(programs.build, model, device="meta"),
         message(programs.build, model, device="xyz"),
         message(programs.build, model, kernels=[3]),
-        message(programs.build, programs.load("smollm2-135m", abstract=True)),
+        message(programs.build, programs.load(tiny.module, abstract=True)),
         message(programs.build, model, strict=True),
     ]
     monkeypatch.setattr(dynamo, "compiler_problem", lambda device: "no C++ compiler is found")
