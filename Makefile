@@ -8,8 +8,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/c
 demo: .venv/demo
 	$(BIN)/python -m meshfn generate --model smollm2-135m --chat --prompt "What is the capital of France?" --max-new-tokens 48
 
+# Two workers, one thread each: threads of two processes on two cores would wait for each other.
 test: .venv/test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -26,6 +26,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.longrepr = f"{item.nodeid} skipped, and is not in ALLOWED_SKIPS: {report.longrepr}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one compiled program stay in one worker; the longest group is dealt out first."""
+    shared = ("real", "tiny")
+
+    def group(item: pytest.Item) -> str:
+        return next((name for name in shared if name in getattr(item, "fixturenames", ())), "")
+
+    for item in items:
+        if group(item):
+            item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: (*shared, "").index(group(item)))
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
