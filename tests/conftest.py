@@ -26,18 +26,22 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.longrepr = f"{item.nodeid} skipped, and is not in ALLOWED_SKIPS: {report.longrepr}"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+SHARED = ("real", "tiny")
+
+
+def _group(item: pytest.Item) -> str:
+    return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), "")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of one compiled program stay in one worker."""
+    if _group(item):
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one compiled program stay in one worker; the longest group is dealt out first."""
-    shared = ("real", "tiny")
-
-    def group(item: pytest.Item) -> str:
-        return next((name for name in shared if name in getattr(item, "fixturenames", ())), "")
-
-    for item in items:
-        if group(item):
-            item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: (*shared, "").index(group(item)))
+    """The longest group is dealt out first."""
+    items.sort(key=lambda item: (*SHARED, "").index(_group(item)))
 
 
 @pytest.fixture(autouse=True)
