@@ -10,7 +10,7 @@ demo: .venv/demo
 
 # Two workers, one thread each: threads of two processes on two cores would wait for each other.
 test: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 lint: .venv/test
 	$(BIN)/ruff check .

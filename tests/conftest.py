@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 # Nothing may reach for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,22 +27,21 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.longrepr = f"{item.nodeid} skipped, and is not in ALLOWED_SKIPS: {report.longrepr}"
 
 
-SHARED = ("real", "tiny")
+class _ByProgram(LoadScopeScheduling):
+    """Tests of one compiled program stay in one worker; two such groups, and every other file by itself."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return "programs" if "programs/" in file and "smollm2" not in file else file
 
 
-def _group(item: pytest.Item) -> str:
-    return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), "")
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests of one compiled program stay in one worker."""
-    if _group(item):
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _ByProgram(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest group is dealt out first."""
-    items.sort(key=lambda item: (*SHARED, "").index(_group(item)))
+    """The longest groups are dealt out first."""
+    items.sort(key=lambda item: ("smollm2" not in item.nodeid, "programs/" not in item.nodeid))
 
 
 @pytest.fixture(autouse=True)

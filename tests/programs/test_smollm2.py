@@ -21,7 +21,7 @@ class Real(NamedTuple):
     model: programs.Model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def real() -> Real:
     from transformers import AutoModelForCausalLM
 
