@@ -1,6 +1,10 @@
 """`python -m meshfn`: see `programs/cli.py`."""
 
-from .programs.cli import main
+import sys
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        from .programs.cli import main
+    except KeyboardInterrupt:  # while torch is imported
+        sys.exit(130)
+    sys.exit(main())

@@ -2,9 +2,9 @@
 
 from . import shapes, tree, wire
 from .attention import Attention, AttentionConfig, attention
-from .cache import KVCache, Slots, cache_update, empty_caches
-from .core import core_attention, decode_attention, dot_product_attention
-from .decoder import Decoder, DecoderConfig, Layer, LayerConfig, backbone, decoder, layer, logits
+from .cache import KVCache, cache_update, empty_caches
+from .core import decode_attention, dot_product_attention
+from .decoder import Decoder, DecoderConfig, Layer, LayerConfig, backbone, decoder, final_norm, layer, logits
 from .loss import cross_entropy
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp
 from .norm import Norm, NormConfig, linear, norm_linear, rms_norm
@@ -28,18 +28,17 @@ __all__ = [
     "NormConfig",
     "RopeConfig",
     "ShapeError",
-    "Slots",
     "TreeError",
     "apply_rope",
     "attention",
     "backbone",
     "cache_update",
-    "core_attention",
     "cross_entropy",
     "decode_attention",
     "decoder",
     "dot_product_attention",
     "empty_caches",
+    "final_norm",
     "gated_mlp",
     "greedy",
     "layer",

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .cache import KVCache, Slots, cache_update
+from .cache import KVCache, cache_update
 from .core import dot_product_attention
 from .norm import Norm, NormConfig, linear, norm_linear
 from .rope import RopeConfig, apply_rope, rope_tables
-from .shapes import check_shapes
+from .shapes import check_positive, check_shapes
 from .tree import Tree, dim, pytree
 from .wire import Wire, edges, identity
 
@@ -49,11 +49,9 @@ class AttentionConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim", "window"):
-            value = getattr(self, name)
-            optional = value is None and name in ("v_head_dim", "window")
-            if not optional and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"AttentionConfig({name}=...): a positive integer is needed, not {value!r}")
+        counts = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        optional = [name for name in ("v_head_dim", "window") if getattr(self, name) is not None]
+        check_positive("AttentionConfig", **{name: getattr(self, name) for name in (*counts, *optional)})
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise ValueError(
@@ -90,6 +88,7 @@ class Attention(Tree):
     k_positions="B T",
     q_segment_ids="B S",
     k_segment_ids="B T",
+    mask="B (K G) S T",
     sinks="(K G)",
     o="B S (K G) V",
     out="B S D",
@@ -104,7 +103,7 @@ def attention(
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: KVCache | None = None,
-    slots: Slots | None = None,
+    read: Tensor | None = None,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
 ) -> tuple[Tensor, KVCache | None]:
@@ -112,7 +111,7 @@ def attention(
 
     rope: cos and sin `B|1 S E/2`, computed from `positions` unless given.
     mask: boolean, `S T` or `B|1 H|1 S T`. segment_ids: `B S`, the packed document of each token; not with a cache.
-    cache: keys and values of the tokens before; the new ones are written at `positions`. slots: see `Slots`.
+    cache: keys and values of the tokens before; the new ones are written at `positions`. read: see `cache_update`.
     wire: carries the edges `attention.edges` between the stages. core: see `dot_product_attention`.
     Raises `ShapeError` naming the argument.
     """
@@ -133,16 +132,18 @@ def attention(
     q_BSHE, k_BSKE, v_BSKV = project_qkv(params, wire.pass_(x=x), cfg)
     if cfg.rope is not None:
         cos, sin = rope_tables(positions, cfg.rope, cfg.head_dim, x.dtype) if rope is None else rope
-        q_BSHE = apply_rope(q_BSHE, cos, sin, interleaved=cfg.rope.interleaved)
         k_BSKE = apply_rope(k_BSKE, cos, sin, interleaved=cfg.rope.interleaved)
+    positions = positions.expand(x.shape[:2])
 
     sent = wire.send(k=k_BSKE, v=v_BSKV, k_positions=positions, k_segment_ids=segment_ids)
-    q_BSHE, q_positions, q_ids, sinks, k_BTKE, v_BTKV, k_positions, k_ids = wire.receive(
-        sent, q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, sinks=params.sinks
+    if cfg.rope is not None:
+        q_BSHE = apply_rope(q_BSHE, cos, sin, interleaved=cfg.rope.interleaved)  # while keys may be flying
+    q_BSHE, q_positions, q_ids, mask, sinks, k_BTKE, v_BTKV, k_positions, k_ids = wire.receive(
+        sent, q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask, sinks=params.sinks
     )
     if cache is not None:
-        k_positions = k_positions.expand(k_BTKE.shape[:2])
-        cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, slots)
+        cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, read)
+    heads = wire.heads(H=cfg.num_attention_heads, K=cfg.num_key_value_heads)
     # A core is told what there is to tell, so that a plain one (SDPA in a lambda) can serve a plain layer.
     told: dict[str, Any] = {
         "window": cfg.window,
@@ -151,13 +152,16 @@ def attention(
         "mask": mask,
         "sinks": sinks,
         "segment_ids": None if q_ids is None else (q_ids, k_ids),
-        "kv_index": wire.heads.kv_index,
+        "kv_index": heads.kv_index,
+        "head_offset": heads.offset,
+        "local_heads": heads.local,
     }
     told = {name: value for name, value in told.items() if value is not None}
     o_BSHV = core(q_BSHE, k_BTKE, v_BTKV, causal=cfg.causal, q_positions=q_positions, k_positions=k_positions, **told)
     o_BSHV = wire.pass_(o=o_BSHV)
-    out_BSD = linear(o_BSHV.flatten(2), params.o, params.o_bias)
-    return wire.pass_(out=out_BSD), cache
+    out_BSD = wire.pass_(out=linear(o_BSHV.flatten(2), params.o))
+    # The bias comes after the edge, which may be a sum over ranks.
+    return out_BSD if params.o_bias is None else out_BSD + params.o_bias, cache
 
 
 def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,10 +19,23 @@ from torch import Tensor
 
 from .primitive import primitive
 from .shapes import ShapeError, check_shapes
+from .wire import edges
 
 __all__ = ["core_attention", "decode_attention", "dot_product_attention", "visible"]
 
 
+@edges(
+    q="B S (K G) E",
+    k="B T K E",
+    v="B T K V",
+    q_positions="B S",
+    k_positions="B T",
+    q_segment_ids="B S",
+    k_segment_ids="B T",
+    mask="B (K G) S T",
+    sinks="(K G)",
+    o="B S (K G) V",
+)
 def dot_product_attention(
     q: Tensor,
     k: Tensor,
@@ -38,6 +51,8 @@ def dot_product_attention(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     kv_index: Tensor | None = None,
+    head_offset: int | None = None,
+    local_heads: int | None = None,
 ) -> Tensor:
     """q `B S H E`, k `B T K E`, v `B T K V` -> `B S H V`.
 
@@ -50,6 +65,7 @@ def dot_product_attention(
     segment_ids: `B S`, or a pair `B S`, `B T`; a query sees keys of its own id.
     q_positions, k_positions: `B|1 S`, `B|1 T`; needed by `causal` and `window` where S and T differ.
     kv_index: `H`, the key/value head of each query head; without it head h reads `h // G`.
+    head_offset, local_heads: which heads these are of all, for cores that treat them differently; this one does not.
     Computed in fp32 at least, returned in v's dtype. Raises `ShapeError` before any work.
     """
     q_ids, k_ids = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
@@ -123,19 +139,21 @@ def decode_attention(
     q_positions: Tensor,
     k_positions: Tensor,
     causal: bool = True,
+    mask: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     kv_index: Tensor | None = None,
 ) -> Tensor:
-    """`dot_product_attention` for a few queries against a long cache, in shapes and options the same.
+    """`dot_product_attention` for a few queries against a long cache: positions are always given, documents are not
+    packed, all else is the same.
 
     Written as products and sums over the cache as it lies, which a compiler fuses into one pass: nothing is copied,
     neither to group heads nor to hide empty slots.
     """
-    _check("decode_attention", q, k, v, None, sinks, window, softcap, None, None, q_positions, k_positions, kv_index)
-    see = visible(causal=causal, window=window, q_positions=q_positions, k_positions=k_positions)
+    _check("decode_attention", q, k, v, mask, sinks, window, softcap, None, None, q_positions, k_positions, kv_index)
+    see = visible(causal=causal, mask=mask, window=window, q_positions=q_positions, k_positions=k_positions)
     assert see is not None
     q, k, v = _present(q, q_positions), _present(k, k_positions), _present(v, k_positions)
     k, v, groups = _grouped(q, k, v, kv_index)
@@ -158,6 +176,8 @@ def visible(
     k_positions: Tensor | None = None,
 ) -> Tensor | None:
     """Which keys a query sees: boolean, broadcastable to `B H S T` (`B|1 1|H S|1 T`); None where it sees them all."""
+    if (causal or window is not None) and (q_positions is None or k_positions is None):
+        raise ValueError("visible: causal and window need q_positions and k_positions")
     rules: list[Tensor] = []
     if q_positions is not None and k_positions is not None:
         back = q_positions[:, None, :, None] - k_positions[:, None, None, :]

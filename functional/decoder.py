@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from .attention import Attention, AttentionConfig, attention
-from .cache import KVCache, Slots
+from .cache import KVCache
 from .core import dot_product_attention
 from .mlp import MLP, MLPConfig, mlp
-from .norm import Norm, NormConfig, norm_linear
+from .norm import Norm, NormConfig, norm_linear, rms_norm
 from .rope import RopeConfig, rope_tables
-from .shapes import check_shapes
+from .shapes import check_positive, check_shapes
 from .tree import Tree, dim, pytree
 from .wire import Wire, edges, identity
 
-__all__ = ["Decoder", "DecoderConfig", "Layer", "LayerConfig", "backbone", "decoder", "layer", "logits"]
+__all__ = ["Decoder", "DecoderConfig", "Layer", "LayerConfig", "backbone", "decoder", "final_norm", "layer", "logits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class DecoderConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        check_positive("DecoderConfig", vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         for i, each in enumerate(self.layers):
             for part in (each.attention, each.mlp):
                 if part.hidden_size != self.hidden_size:
@@ -86,9 +87,10 @@ def layer(
     *,
     positions: Tensor,
     rope: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: KVCache | None = None,
-    slots: Slots | None = None,
+    read: Tensor | None = None,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
 ) -> tuple[Tensor, KVCache | None]:
@@ -99,9 +101,10 @@ def layer(
         cfg.attention,
         positions=positions,
         rope=rope,
+        mask=mask,
         segment_ids=segment_ids,
         cache=cache,
-        slots=slots,
+        read=read,
         wire=wire.scope("attention"),
         core=core,
     )
@@ -110,16 +113,17 @@ def layer(
     return x_BSD, cache
 
 
-@edges({"layers": layer}, tokens="B S", logits="B S Z")
+@edges({"layers": layer}, tokens="B S", embedded="B S D", logits="B S Z")
 def decoder(
     params: Decoder,
     tokens: Tensor,
     cfg: DecoderConfig,
     *,
     positions: Tensor | None = None,
+    mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: tuple[KVCache, ...] | None = None,
-    slots: Slots | None = None,
+    read: Tensor | None = None,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
     layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
@@ -130,9 +134,10 @@ def decoder(
         tokens,
         cfg,
         positions=positions,
+        mask=mask,
         segment_ids=segment_ids,
         cache=cache,
-        slots=slots,
+        read=read,
         wire=wire,
         core=core,
         layer=layer,
@@ -140,22 +145,25 @@ def decoder(
     return logits(params, x, cfg, wire=wire), cache
 
 
+@edges({"layers": layer}, tokens="B S", embedded="B S D")
 def backbone(
     params: Decoder,
     tokens: Tensor,
     cfg: DecoderConfig,
     *,
     positions: Tensor | None = None,
+    mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: tuple[KVCache, ...] | None = None,
-    slots: Slots | None = None,
+    read: Tensor | None = None,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
     layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
 ) -> tuple[Tensor, tuple[KVCache, ...] | None]:
     """tokens `B S` -> the last layer's output `B S D`, before the final norm, and the new cache.
 
-    positions: `B|1 S`, -1 for padding; `0 .. S-1` unless given, and needed with a cache.
+    positions: `B|1 S`, -1 for padding; `0 .. S-1` unless given, and needed with a cache. mask, segment_ids, read: as
+    in `attention`. cache: one entry a layer.
     layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature.
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer.
     """
@@ -168,10 +176,8 @@ def backbone(
         if cache is not None:
             raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    if cache is not None and slots is None and cache:
-        slots = Slots.of(positions.expand(tokens.shape), cache[0].k.shape[1])
 
-    x = embed(params, wire.pass_(tokens=tokens))
+    x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens)))
     tables: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]] = {}
     for each in cfg.layers:
         rope, width = each.attention.rope, each.attention.head_dim
@@ -185,9 +191,10 @@ def backbone(
             layer_cfg,
             positions=positions,
             rope=tables.get((layer_cfg.attention.rope, layer_cfg.attention.head_dim)),
+            mask=mask,
             segment_ids=segment_ids,
             cache=caches[i],
-            slots=slots,
+            read=read,
             wire=wire.scope("layers"),
             core=core,
         )
@@ -197,6 +204,11 @@ def backbone(
 def embed(params: Decoder, tokens: Tensor) -> Tensor:
     """tokens `B S` -> `B S D`."""
     return torch.nn.functional.embedding(tokens, params.embed)
+
+
+def final_norm(params: Decoder, x: Tensor, cfg: DecoderConfig) -> Tensor:
+    """x `... D`, as `backbone` returns it -> `... D`, as `cross_entropy` takes it."""
+    return rms_norm(x, params.norm.weight, **cfg.norm.options)
 
 
 def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .norm import Norm, NormConfig, linear, norm_linear
 from .primitive import primitive
-from .shapes import check_shapes
+from .shapes import check_positive, check_shapes
 from .tree import Tree, dim, pytree
 from .wire import Wire, edges, identity
 
@@ -44,10 +44,7 @@ class MLPConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"MLPConfig({name}=...): a positive integer is needed, not {value!r}")
+        check_positive("MLPConfig", hidden_size=self.hidden_size, intermediate_size=self.intermediate_size)
         if self.hidden_act not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ValueError(f'MLPConfig(hidden_act="{self.hidden_act}") is unknown\n    known: {known}')
@@ -84,8 +81,9 @@ def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Ten
         activation=cfg.hidden_act,
         **options,
     )
-    out_BSD = linear(wire.pass_(h=h_BSF), params.down, params.down_bias)
-    return wire.pass_(out=out_BSD)
+    out_BSD = wire.pass_(out=linear(wire.pass_(h=h_BSF), params.down))
+    # The bias comes after the edge, which may be a sum over ranks.
+    return out_BSD if params.down_bias is None else out_BSD + params.down_bias
 
 
 @primitive

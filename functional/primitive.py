@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-__all__ = ["NAMESPACE", "primitive"]
+__all__ = ["NAMESPACE", "PRIMITIVES", "primitive"]
 
 NAMESPACE = "meshfn"
+# name -> the plain function
+PRIMITIVES: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 P = ParamSpec("P")
@@ -25,6 +27,7 @@ R = TypeVar("R")
 def primitive(fn: Callable[P, R]) -> Callable[P, R]:
     """Register the function as `torch.ops.meshfn.<its name>`; its annotations and defaults are the schema."""
     name = fn.__name__
+    PRIMITIVES[name] = fn
     _library.define(name + torch.library.infer_schema(fn, mutates_args=()))
     _library.impl(name, fn, "CompositeImplicitAutograd")
     # Without this key vmap would fall back to a slow loop over samples, with a warning.

@@ -28,14 +28,12 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @primitive
-def sample_advance(
-    logits: Tensor, positions: Tensor, active: Tensor, eos_token_id: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sample_advance(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The end of a step: choose, move on, notice the end.
 
-    logits `B Z`, positions `B` (of the token to come, -1 for a row that has ended), active `B` (boolean),
-    eos_token_id `N` -> token `B`, its log-probability `B`, positions `B`, active `B` of the step after.
+    logits `B Z`, positions `B` of the tokens to come (-1: the row has ended), eos_token_id `N`
+    -> token `B`, its log-probability `B`, positions `B`, -1 where the row ends with this token.
     """
     token, logprob = greedy(logits)
-    active = active & ~(token[:, None] == eos_token_id).any(-1)
-    return token, logprob, torch.where(active, positions, -1), active
+    ends = (token[:, None] == eos_token_id).any(-1)
+    return token, logprob, torch.where(ends, -1, positions)

@@ -7,10 +7,11 @@ config, and a rank's own when they come from a tensor; this file only compares t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ShapeError", "check_shapes", "letters", "parse", "shape_of"]
+__all__ = ["ShapeError", "check_positive", "check_shapes", "letters", "parse", "shape_of"]
 
 
 class ShapeError(ValueError):
@@ -66,6 +67,13 @@ def shape_of(spec: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
             size *= sizes[letter]
         shape.append(size)
     return tuple(shape)
+
+
+def check_positive(what: str, **values: Any) -> None:
+    """Raise `ValueError` for a value that is no integer above 0 (a bool is none)."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{what}({name}=...): a positive integer is needed, not {value!r}")
 
 
 def _numbers(t: Tensor) -> str:

@@ -44,7 +44,6 @@ def dim(
     *,
     when: str | None = None,
     initial: float | Callable[[Any], float] | None = None,
-    default: Any = dataclasses.MISSING,
 ) -> Any:
     """A leaf with this global shape in letters, such as `"((K/tp G) E) D"`; also its sharding and loading spec.
 
@@ -53,8 +52,7 @@ def dim(
         (0.02 where it has none).
     """
     parse(spec)
-    if when is not None and default is dataclasses.MISSING:
-        default = None
+    default: Any = dataclasses.MISSING if when is None else None
     metadata = {"spec": spec, "when": when, "initial": initial}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -227,11 +225,8 @@ def trainable(tree: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def check(tree: Any, expected: Any, *, what: str = "params", dtypes: bool = False) -> None:
-    """Raise `TreeError` unless the leaves have the paths and shapes of `expected` (a tree from `abstract`).
-
-    dtypes: compare dtypes too.
-    """
+def check(tree: Any, expected: Any, *, what: str = "params") -> None:
+    """Raise `TreeError` unless the leaves have the paths and shapes of `expected` (a tree from `abstract`)."""
     have, want = paths(tree), paths(expected)
     specs = paths(expected.specs()) if isinstance(expected, Tree) else dict.fromkeys(want, "")
     faults = [f"{p}: missing, {_described(specs[p], want[p])}" for p in want if p not in have]
@@ -243,8 +238,6 @@ def check(tree: Any, expected: Any, *, what: str = "params", dtypes: bool = Fals
             faults.append(f"{path}: a tensor is needed, not {type(leaf).__name__}")
         elif leaf.shape != want[path].shape:
             faults.append(f"{path}: {_described(specs[path], want[path])}, but the tensor has {tuple(leaf.shape)}")
-        elif dtypes and leaf.dtype != want[path].dtype:
-            faults.append(f"{path}: dtype {want[path].dtype} is needed, but the tensor has {leaf.dtype}")
     if faults:
         count = f"{len(faults)} leaf" if len(faults) == 1 else f"{len(faults)} leaves"
         raise TreeError(f"{what} do not match in {count}\n    " + "\n    ".join(faults))
@@ -273,10 +266,10 @@ def _child_class(annotation: Any) -> tuple[type[Any] | None, bool]:
     options: Iterator[Any] = iter(typing.get_args(annotation) if many else [annotation])
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         options = iter(typing.get_args(annotation))
-    for option in options:
-        if isinstance(option, type) and issubclass(option, Tree):
-            return option, many
-    return None, many
+    classes = [option for option in options if isinstance(option, type) and issubclass(option, Tree)]
+    if len(classes) > 1:
+        raise TypeError(f"a field holds one Tree class, not {', '.join(c.__name__ for c in classes)}")
+    return (classes[0] if classes else None), many
 
 
 def _build(cls: type[C], cfg: Any, sizes: dict[str, int], make: Callable[..., Any], path: str = "") -> C:

@@ -20,12 +20,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Heads(NamedTuple):
     """Which heads this rank computes, as a core must know it.
 
-    offset: the first local query head, counted globally.
-    local: how many query heads are local; None where all of them are.
+    offset: the first local query head, counted globally. local: how many are local. None where all of them are.
     kv_index: for each local query head the local key/value head it reads; None where it is the plain grouping.
     """
 
-    offset: int = 0
+    offset: int | None = None
     local: int | None = None
     kv_index: Tensor | None = None
 
@@ -33,9 +32,8 @@ class Heads(NamedTuple):
 class Wire(Protocol):
     """Carries edges. An edge that is None (an option not used) stays None."""
 
-    @property
-    def heads(self) -> Heads:
-        """What the core is told about its heads after `receive`."""
+    def heads(self, *, H: int, K: int) -> Heads:  # noqa: N803
+        """What a core is told of its heads after `receive`, when the layer has H query and K key/value heads in all."""
         ...
 
     def send(self, **named: Tensor | None) -> Any:
@@ -58,7 +56,8 @@ class Wire(Protocol):
 class Identity:
     """One rank: every edge is what it was."""
 
-    heads = Heads()
+    def heads(self, *, H: int, K: int) -> Heads:  # noqa: N803
+        return Heads()
 
     def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(named.values())

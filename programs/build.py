@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -30,13 +31,13 @@ def build(
     compile: bool = True,
     kernels: Sequence[Kernel] = (),
 ) -> Program:
-    """Trace, lower and compile prefill and decode of a model; afterwards nothing compiles again.
+    """Trace, lower and compile prefill and decode of a model, which then never compile again.
 
     batch: rows at most. max_len: tokens a row at most, prompt and new ones. chunk: tokens of a prompt that one prefill
     call takes. dtype, device: the model's unless given; weights that must be converted are copied once and refreshed
     in place before each use. strict: a primitive without a kernel is an error that lists them all.
-    compile: False runs the same functions eagerly. kernels: tried before those of `lower.KERNELS`.
-    Raises `ValueError` before any work.
+    compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning.
+    kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
     """
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
@@ -49,9 +50,12 @@ def build(
     _check_place(place, dtype)
     problem = dynamo.compiler_problem(place) if compile else None
     if problem is not None:
-        raise ValueError(f"build(compile=True): {problem}\n    fix: install g++, or pass compile=False")
+        warnings.warn(f"build: {problem}; this program runs eagerly, as with compile=False", stacklevel=2)
+        compile = False
+    if kernels and not compile:
+        raise ValueError("build(kernels=...): kernels are put into compiled graphs\n    fix: compile=True")
     program = Program(model, sizes, place, dtype, tuple(kernels), compile)
-    if strict and (left := [f"{p.name} {line}" for p in program.plan.phases.values() for line in p.without_kernel]):
+    if strict and (left := [f"{name} {line}" for name, p in program.plan.phases.items() for line in p.left]):
         raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
     program.warm_up()
     return program
@@ -64,14 +68,18 @@ def plan(
     max_len: int = 1024,
     chunk: int = 256,
     dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     arch: str | None = None,
     kernels: Sequence[Kernel] = (),
 ) -> Plan:
-    """What `print(build(...))` would print, without weights (`load(..., abstract=True)`) and without the device."""
-    target = Target(torch.device(device).type, dtype or model.dtype, arch)
+    """What `print(build(...))` would print, without weights (`load(..., abstract=True)`) and without the device.
+
+    device: the model's unless given, "cpu" for an abstract model. arch: such as "sm_90".
+    """
+    place = torch.device(device or ("cpu" if model.device.type == "meta" else model.device))
+    target = Target(place.type, dtype or model.dtype, arch)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
-    return make_plan(model, target, sizes, with_table(target, kernels))
+    return make_plan(model, target, sizes, with_table(target, kernels), compiled=True)
 
 
 def _check_place(device: torch.device, dtype: torch.dtype) -> None:

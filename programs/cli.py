@@ -40,7 +40,6 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--dtype", choices=_DTYPES, help="the model's unless given")
     common.add_argument("--max-len", type=int, default=1024, help="tokens, prompt and new ones (%(default)s)")
     common.add_argument("--chunk", type=int, default=256, help="prompt tokens a prefill call takes (%(default)s)")
-    common.add_argument("--batch", type=int, default=1, help="rows (%(default)s)")
 
     generate = commands.add_parser("generate", parents=[common], help="stream text after a prompt")
     generate.add_argument("--prompt", required=True)
@@ -52,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", parents=[common], help="print the plan, without reading weights")
     plan.add_argument("--device", default="cpu", help="need not be present (%(default)s)")
+    plan.add_argument("--batch", type=int, default=1, help="rows (%(default)s)")
     plan.add_argument("--arch", help='such as "sm_90"')
     plan.set_defaults(run=_plan)
     return parser
@@ -90,11 +90,12 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
         if model.tokenizer is None or not model.tokenizer.chat_template:
             raise ValueError(f"--chat: the tokenizer of {model.name} has no chat template")
         messages = [{"role": "user", "content": prompt}]
-        prompt = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # Ids and not text: the template writes the special tokens that tokenizing its text would add again.
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        prompt = model.tokenizer.apply_chat_template(messages, **options)
     progress("building, compiles prefill and decode" if not arguments.no_compile else "building", 0, 0)
     program = build(
         model,
-        batch=arguments.batch,
         max_len=arguments.max_len,
         chunk=arguments.chunk,
         dtype=_dtype(arguments.dtype),

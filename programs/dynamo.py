@@ -6,8 +6,10 @@ there and loudly.
 
 from __future__ import annotations
 
+import sysconfig
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,6 +111,21 @@ def source_of(node: fx.Node) -> str | None:
     return text.replace("L['", "", 1).replace("']", "", 1) if isinstance(text, str) else None
 
 
+def value_of(node: fx.Node) -> Any:
+    """What a node computes, as fake tensors with shapes, dtypes and strides."""
+    return node.meta.get("example_value")
+
+
+def op_name(node: fx.Node) -> str:
+    """`"meshfn::gated_mlp"` for a call of an operator of `torch.ops`, "" for any other node."""
+    return str(getattr(node.target, "_qualified_op_name", "")) if node.op == "call_function" else ""
+
+
+def is_operator(op: Any) -> bool:
+    """Whether a compiled graph can call it as it is."""
+    return isinstance(op, torch._ops.OpOverload)
+
+
 def compiler_problem(device: torch.device) -> str | None:
     """Why Inductor cannot compile for a device here, or None."""
     if device.type != "cpu":
@@ -118,5 +135,7 @@ def compiler_problem(device: torch.device) -> str | None:
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        return "no C++ compiler is found, which torch.compile needs on a CPU"
+        return "torch.compile needs a C++ compiler on a CPU, and finds none (install g++)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "torch.compile needs Python.h on a CPU, and finds none (install Python's development headers)"
     return None

@@ -95,7 +95,7 @@ def run_decode(
         streamer.put(state.token[:rows].cpu())
     steps = 0
     while steps < max_new_tokens - 1:
-        if stop and steps % every == 0 and not bool(state.active.any()):
+        if stop and steps % every == 0 and not bool((state.position >= 0).any()):
             break
         state = step(state, start + steps + 1)
         steps += 1

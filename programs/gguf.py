@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import Family, find_family
+from .families import Family, find_gguf_family
 
 __all__ = ["Gguf"]
 
@@ -36,7 +36,7 @@ class Gguf:
         except (ValueError, IndexError, OSError, KeyError) as error:
             raise ValueError(f"{path.name} is no readable GGUF file: {error}") from error
         arch = self._field("general.architecture")
-        self.family = find_family(str(arch))
+        self.family = find_gguf_family(str(arch))
         self.config = self._read_config(str(arch))
         self._tensors = {t.name: t for t in self._reader.tensors}
         self.names = self._read_names(str(arch), self.config["num_hidden_layers"])
@@ -67,9 +67,7 @@ class Gguf:
         if missing:
             raise ValueError(f"GGUF metadata lack {', '.join(missing)}")
         names = {t.name for t in self._reader.tensors}
-        config["tie_word_embeddings"] = "output.weight" not in names
-        config["attention_bias"] = "blk.0.attn_q.bias" in names
-        return config
+        return config | self.family.gguf_extra(names)
 
     def _read_names(self, arch: str, layers: int) -> dict[str, str]:
         """checkpoint name -> GGUF name, of the tensors that are there; unknown ones keep their GGUF name."""
@@ -82,6 +80,10 @@ class Gguf:
                 found[name] = ggml
         left = set(self._tensors) - set(found.values())
         return found | {name: name for name in sorted(left)}
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return "tokenizer.ggml.model" in self._reader.fields
 
     def tensor(self, name: str) -> Tensor:
         raw = self._tensors[self.names[name]]

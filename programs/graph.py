@@ -9,15 +9,18 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from .dynamo import region_of, source_of
+from .. import functional as F
+from ..functional import tree
+from .dynamo import region_of, source_of, value_of
 from .lower import primitive_name
 
-__all__ = ["Graph", "live_nodes", "results_of", "shape_text"]
+__all__ = ["Graph", "LeafPaths", "live_nodes", "results_of", "shape_text"]
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "mod": "%", "pow": "**", "and_": "&", "or_": "|",
@@ -25,44 +28,64 @@ _INFIX = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class LeafPaths:
+    """The pytree path of each leaf of each layer and of each cache, which the steps take as tuples (`steps.packed`)."""
+
+    layers: tuple[tuple[str, ...], ...]
+    caches: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, params: F.Decoder, caches: Sequence[F.KVCache]) -> LeafPaths:
+        return cls(tuple(tuple(tree.paths(p)) for p in params.layers), tuple(tuple(tree.paths(c)) for c in caches))
+
+
 class Graph:
-    """str(graph) is the text; `module` the graph itself. layer_paths: the pytree paths of each layer's leaves."""
+    """str(graph) is the text; `module` the graph itself."""
 
-    def __init__(self, name: str, module: fx.GraphModule, layer_paths: Sequence[Sequence[str]]) -> None:
-        self.name, self.module, self._layer_paths = name, module, layer_paths
-
-    def of(self, module: fx.GraphModule) -> Graph:
-        """The same names for another trace of the same step."""
-        return Graph(self.name, module, self._layer_paths)
+    def __init__(self, name: str, module: fx.GraphModule, paths: LeafPaths) -> None:
+        self.name, self.module, self._paths = name, module, paths
 
     def __str__(self) -> str:
-        regions: dict[fx.GraphModule, list[Sequence[Any]]] = {}
-        for node in self.module.graph.nodes:
-            if (called := region_of(node)) is not None:
-                regions.setdefault(called[0], []).append(called[1])
-        names = {n: self.input_name(n) for n in self.module.graph.find_nodes(op="placeholder")}
-        region_names = {body: f"layer_{i}" for i, body in enumerate(regions)}
+        names = self.input_names()
+        bodies = self.regions()
+        region_names = {body: f"layer_{i}" for i, body in enumerate(bodies)}
         lines = [f"graph {self.name}", *_body(self.module, names, region_names)]
-        for body, calls in regions.items():
-            # Within a region a leaf is its layer's, whichever that is.
-            first = [re.sub(r"^(?:params\.(layer)s|(cache))\[\d+\]", r"\1\2", _text(a, names, {})) for a in calls[0]]
-            inner = dict(zip(body.graph.find_nodes(op="placeholder"), first, strict=True))
+        for body, calls in bodies.items():
             count = f"called {len(calls)} times" if len(calls) > 1 else "called once"
-            lines += ["", f"{region_names[body]}   {count}", *_body(body, inner, {})]
+            lines += ["", f"{region_names[body]}   {count}", *_body(body, self.region_names(body), {})]
         return "\n".join(lines)
 
     __repr__ = __str__
 
-    def input_name(self, node: fx.Node) -> str:
-        """What a graph input is: its path from the arguments of the step."""
+    def regions(self) -> dict[fx.GraphModule, list[Sequence[Any]]]:
+        """The bodies of regions, each with the arguments of its calls."""
+        found: dict[fx.GraphModule, list[Sequence[Any]]] = {}
+        for node in self.module.graph.nodes:
+            if (called := region_of(node)) is not None:
+                found.setdefault(called[0], []).append(called[1])
+        return found
+
+    def input_names(self) -> dict[fx.Node, str]:
+        """What each graph input is: its path from the arguments of the step."""
+        return {n: self._input_name(n) for n in self.module.graph.find_nodes(op="placeholder")}
+
+    def region_names(self, body: fx.GraphModule) -> dict[fx.Node, str]:
+        """The same for the inputs of a region; a leaf is `layer`'s or `cache`'s, whichever layer calls."""
+        names = self.input_names()
+        texts = [_text(a, names, {}) for a in self.regions()[body][0]]
+        anyone = [re.sub(r"^(?:params\.(layer)s|(cache))\[\d+\]", r"\1\2", t) for t in texts]
+        return dict(zip(body.graph.find_nodes(op="placeholder"), anyone, strict=True))
+
+    def _input_name(self, node: fx.Node) -> str:
         source = source_of(node)
         if source is None:
-            return "n" if isinstance(node.meta.get("example_value"), torch.SymInt) else node.name
-        match = re.fullmatch(r"params\.layers\[(\d+)\]\[(\d+)\]", source)
+            return "n" if isinstance(value_of(node), torch.SymInt) else node.name
+        match = re.fullmatch(r"(params\.layers|cache)\[(\d+)\]\[(\d+)\]", source)
         if match is None:
             return source
-        layer, leaf = int(match[1]), int(match[2])
-        return f"params.layers[{layer}]{self._layer_paths[layer][leaf]}"
+        table = self._paths.layers if match[1] == "params.layers" else self._paths.caches
+        return f"{match[1]}[{match[2]}]{table[int(match[2])][int(match[3])]}"
 
 
 def shape_text(value: Any) -> str:
@@ -86,7 +109,7 @@ def results_of(node: fx.Node) -> list[fx.Node]:
     """The nodes that take the results of a call apart, where all its users do that; else the call itself."""
     users = list(node.users)
     apart = users and all(u.target is operator.getitem and isinstance(u.args[1], int) for u in users)
-    several = isinstance(node.meta.get("example_value"), (list, tuple)) or region_of(node) is not None
+    several = isinstance(value_of(node), (list, tuple)) or region_of(node) is not None
     return users if apart and several else [node]
 
 
@@ -113,7 +136,7 @@ def _body(module: fx.GraphModule, inputs: Mapping[fx.Node, str], regions: Mappin
         elif node.op == "call_method" and str(node.target).endswith("_"):
             rows.append(("", "", text))
         else:
-            shape = shape_text(results[0].meta.get("example_value"))
+            shape = shape_text(value_of(results[0]))
             rows.append((" ".join(r.name for r in results), shape, text))
     widths = [max((len(r[i]) for r in rows), default=0) for i in (0, 1)]
     return [f"  {r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]}" for r in rows]

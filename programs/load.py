@@ -15,7 +15,7 @@ from .families import Family, find_family
 from .gguf import Gguf
 from .model import Model
 
-__all__ = ["Progress", "load", "tokenizer_of"]
+__all__ = ["Progress", "load"]
 
 # step, how far, out of how many
 Progress = Callable[[str, int, int], None]
@@ -48,11 +48,9 @@ def load(source: str | Path | nn.Module, *, abstract: bool = False, progress: Pr
     return _from_gguf(path, name, abstract, progress or (lambda step, done, total: None))
 
 
-def tokenizer_of(source: str | Path) -> Any:
-    """The tokenizer of a GGUF file or packaged name, as transformers makes it."""
+def _tokenizer_of(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    path = _packaged_file(str(source)) or Path(source)
     return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
@@ -115,7 +113,7 @@ def _from_gguf(path: Path, name: str, abstract: bool, progress: Progress) -> Mod
         name=name,
         config=cfg,
         params=params,
-        tokenizer=None if abstract else tokenizer_of(path),
+        tokenizer=None if abstract or not file.has_tokenizer else _tokenizer_of(path),
         eos_token_id=_ids(file.config["eos_token_id"]),
         pad_token_id=file.config["pad_token_id"],
     )

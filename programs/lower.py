@@ -6,16 +6,16 @@ call, the node becomes the kernel's op; elsewhere it stays, decomposes into its 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..functional.primitive import NAMESPACE
-from .dynamo import region_of
+from ..functional.primitive import NAMESPACE, PRIMITIVES
+from .dynamo import is_operator, op_name, region_of, value_of
 from .sizes import Target
 
 __all__ = ["KERNELS", "Call", "Kernel", "choose", "lower", "primitive_name", "walk", "with_table"]
@@ -23,11 +23,11 @@ __all__ = ["KERNELS", "Call", "Kernel", "choose", "lower", "primitive_name", "wa
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a primitive, as a kernel's `supports` sees it: tensors are fakes with shapes, dtypes and strides."""
+    """One call of a primitive, as a kernel's `supports` sees it. arguments: all of them by name, defaults filled in;
+    tensors are fakes with shapes, dtypes and strides."""
 
     primitive: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     target: Target
 
 
@@ -46,7 +46,7 @@ class Kernel:
     supports: Callable[[Call], str | None] = field(default=lambda call: None)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.op, torch._ops.OpOverload):
+        if not is_operator(self.op):
             raise TypeError(
                 f"Kernel({self.name}): op must be an operator of torch.ops, not {type(self.op).__name__}\n"
                 "    fix: register it with torch.library and pass torch.ops.<namespace>.<name>.default"
@@ -67,9 +67,7 @@ def with_table(target: Target, extra: Sequence[Kernel]) -> tuple[Kernel, ...]:
 
 def primitive_name(node: fx.Node) -> str | None:
     """`"gated_mlp"` for a call of `torch.ops.meshfn.gated_mlp`, None for any other node."""
-    if node.op != "call_function":
-        return None
-    space, _, name = str(getattr(node.target, "_qualified_op_name", "")).partition("::")
+    space, _, name = op_name(node).partition("::")
     return name if space == NAMESPACE else None
 
 
@@ -77,8 +75,10 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
     """The kernel for a primitive's node and its name, or None and the reasons of those that declined."""
     name = primitive_name(node)
     assert name is not None
-    fakes = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("example_value"))
-    call = Call(name, fakes[0], fakes[1], target)
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    bound = inspect.signature(PRIMITIVES[name]).bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = Call(name, bound.arguments, target)
     reasons = []
     for kernel in kernels:
         if kernel.primitive != name:

@@ -1,4 +1,4 @@
-"""A program: two compiled phases, prefill and decode, over one cache that they write in place."""
+"""A program: prefill, decode and (at its first use) score, compiled over one cache that they write in place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor, fx
 
 from .. import functional as F
 from ..functional import tree
+from ..functional.shapes import check_positive
 from . import dynamo
 from .generate import Generation, Streamer, Timings, assemble, now, run_decode
-from .graph import Graph
+from .graph import Graph, LeafPaths
 from .lower import Kernel, lower, with_table
 from .model import Model
 from .prompts import Prompts, cut, end_tokens, read_prompts
@@ -35,6 +36,7 @@ class Phase:
     def __init__(self, name: str, step: Callable[..., Any], program: Program, call: Callable[..., Any]) -> None:
         self.name = name
         self.compiles = 0
+        self.__doc__ = call.__doc__
         self._program, self._call = program, call
         self._module: fx.GraphModule | None = None
         self.step = dynamo.compile_with(step, self._compile) if program.compiled else step
@@ -44,15 +46,20 @@ class Phase:
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compiles += 1
-        lower(module, self._program.target, self._program.kernels)
+        left = lower(module, self._program.target, self._program.kernels)
+        planned = self._program.left(self.name)
+        if planned is not None and left != planned:
+            text = "\n    ".join(sorted(set(left) ^ set(planned)))
+            raise RuntimeError(f"{self.name}: other kernels than planned\n    {text}")
         self._module = module
         return dynamo.inductor(module, inputs)
 
     @property
     def graph(self) -> Graph:
-        """The Dynamo-level graph as it was compiled; before or without compiling, as it would be."""
-        planned = self._program.plan.phases[self.name].graph
-        return planned if self._module is None else planned.of(self._module)
+        """The Dynamo-level graph as it was compiled, kernels in place; without compiling, as planned."""
+        if self._module is None:
+            return self._program.plan.phases[self.name].graph
+        return Graph(self.name, self._module, self._program.leaf_paths)
 
 
 class Program:
@@ -90,12 +97,17 @@ class Program:
         self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
         self.decode = Phase("decode", steps["decode"], self, self._decode)
         self._score = Phase("score", steps["score"], self, self.score)
+        self.leaf_paths = LeafPaths.of(model.params, self.cache)
 
     @property
     def plan(self) -> Plan:
         if self._plan is None:
-            self._plan = make_plan(self.model, self.target, self.sizes, self.kernels)
+            self._plan = make_plan(self.model, self.target, self.sizes, self.kernels, self.compiled)
         return self._plan
+
+    def left(self, phase: str) -> list[str] | None:
+        """The planned list of primitives without a kernel; None where no plan was needed, since no kernel is known."""
+        return self.plan.phases[phase].left if self.kernels and phase in self.plan.phases else None
 
     def __repr__(self) -> str:
         return str(self.plan)
@@ -130,13 +142,13 @@ class Program:
                 if leaf.dtype != self.dtype or leaf.device != self.device:
                     empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=self.dtype, device=self.device)
                     self._converted[path] = empty
-            params = self._live_params()
+            inputs = self._inputs()
             for phase in (self.prefill, self.decode):
-                phase.step(params, self.cache, *self.sizes.idle(phase.name, self.model.config, self.dtype, self.device))
+                phase.step(*inputs, *self.sizes.idle(phase.name, self.model.config, self.dtype, self.device))
             self.build_seconds = now(self.device) - start
 
-    def _live_params(self) -> F.Decoder:
-        """The parameters as the steps take them: detached, so that a Parameter and a plain tensor compile alike;
+    def _inputs(self) -> tuple[Any, Any]:
+        """Parameters and caches as the steps take them: detached, so that a Parameter and a plain tensor compile alike;
         converted copies (another dtype or device) brought up to date in place."""
         self._check_layouts(self._params)
 
@@ -146,7 +158,7 @@ class Program:
             return self._converted[path].copy_(leaf.detach())
 
         new = {path: live(path, leaf) for path, leaf in tree.paths(self._params).items()}
-        return packed(tree.unflatten(tree.structure(self._params), new.values()))
+        return packed(tree.unflatten(tree.structure(self._params), new.values()), self.cache)
 
     def _read(self, tokens: int) -> Tensor:
         """The slots that a step reads, when the longest row holds so many tokens; each size is made once."""
@@ -189,11 +201,11 @@ class Program:
         """`EOS_LIMIT`, whatever the number of end tokens, which is no part of a graph."""
         return torch.tensor([*stop, *[-1] * (EOS_LIMIT - len(stop))], device=self.device)
 
-    def _run_prefill(self, params: F.Decoder, rows: list[list[int]], eos: Tensor) -> State:
+    def _run_prefill(self, inputs: tuple[Any, Any], rows: list[list[int]], eos: Tensor) -> State:
         self._session += 1
         state = State.empty(self.sizes.batch, self.model.config.vocab_size, self.dtype, self.device)
         for tokens, positions, last, read in self._chunks(rows):
-            state = self.prefill.step(params, self.cache, state, tokens, positions, last, eos, read)
+            state = self.prefill.step(*inputs, state, tokens, positions, last, eos, read)
         return state
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
@@ -201,7 +213,7 @@ class Program:
         read = self._prompts(prompts, attention_mask, 0)
         stop = end_tokens(eos_token_id)
         with self._alone():
-            state = self._run_prefill(self._live_params(), read.rows, self._eos(stop))
+            state = self._run_prefill(self._inputs(), read.rows, self._eos(stop))
             return dataclasses.replace(state, session=self._session)
 
     def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
@@ -220,7 +232,7 @@ class Program:
             # A token of the user's own may come from anywhere; a copy made here is like any other.
             plain = dataclasses.replace(state, session=0, token=state.token.clone())
             read = self._read(max(longest, 1))
-            new: State = self.decode.step(self._live_params(), self.cache, plain, self._eos(stop), read)
+            new: State = self.decode.step(*self._inputs(), plain, self._eos(stop), read)
             return dataclasses.replace(new, session=self._session)
 
     def generate(
@@ -243,8 +255,7 @@ class Program:
         """
         if (prompts is None) == (input_ids is None):
             raise ValueError("generate: pass prompts, or input_ids")
-        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise ValueError(f"generate(max_new_tokens={max_new_tokens!r}): a positive integer is needed")
+        check_positive("generate", max_new_tokens=max_new_tokens)
         stop = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
         pad = next((p for p in (pad_token_id, self.model.pad_token_id, *stop) if p is not None), 0)
         read = self._prompts(input_ids if prompts is None else prompts, attention_mask, max_new_tokens, pad)
@@ -253,13 +264,13 @@ class Program:
         with self._alone():
             begin = now(self.device)
             eos = self._eos(stop)
-            params = self._live_params()
+            inputs = self._inputs()
             if streamer is not None:
                 streamer.put(read.input_ids)
-            state = self._run_prefill(params, read.rows, eos)
+            state = self._run_prefill(inputs, read.rows, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
-                lambda s, length: self.decode.step(params, self.cache, s, eos, self._read(length)),
+                lambda s, length: self.decode.step(*inputs, s, eos, self._read(length)),
                 state,
                 start=max(map(len, read.rows)),
                 max_new_tokens=max_new_tokens,
@@ -294,13 +305,13 @@ class Program:
         read = self._prompts(prompts, attention_mask, 0)
         with self._alone():
             self._session += 1
-            params = self._live_params()
+            inputs = self._inputs()
             parts = []
             targets = [[*row[1:], 0] for row in read.rows]
             for (tokens, positions, _, slots), (wanted, *_) in zip(
                 self._chunks(read.rows), self._chunks(targets), strict=True
             ):
-                parts.append(self._score.step(params, self.cache, tokens, positions, wanted, slots))
+                parts.append(self._score.step(*inputs, tokens, positions, wanted, slots))
         found = torch.cat(parts, 1).cpu()
         return [found[i, : len(row) - 1] for i, row in enumerate(read.rows)]
 

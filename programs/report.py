@@ -17,8 +17,8 @@ from torch import fx
 from .. import functional as F
 from ..functional import tree
 from . import dynamo
-from .graph import Graph, live_nodes, results_of, shape_text
-from .lower import Kernel, choose, primitive_name
+from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
+from .lower import Kernel, choose, lower, primitive_name
 from .model import Model
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -51,25 +51,18 @@ class PlanBlock:
 
 @dataclass(frozen=True)
 class PhasePlan:
+    """left: a line for each primitive that has no kernel. graph: with the kernels in place."""
+
     name: str
     header: str
     blocks: tuple[PlanBlock, ...]
+    left: list[str]
     graph: Graph
 
     @property
     def reads(self) -> int:
         """Bytes of parameters that one call reads."""
         return sum(block.repeats * row.reads for block in self.blocks for row in block.rows)
-
-    @property
-    def without_kernel(self) -> list[str]:
-        """A line for each primitive that has none."""
-        return [
-            f"{block.title}: {row.names} ({row.op}): {row.kernel}"
-            for block in self.blocks
-            for row in block.rows
-            if not row.chosen
-        ]
 
 
 @dataclass(frozen=True)
@@ -79,6 +72,7 @@ class Plan:
     model: str
     target: Target
     sizes: Sizes
+    compiled: bool
     num_parameters: int
     weights: int
     converted: int
@@ -99,10 +93,12 @@ class Plan:
             else "read where the model keeps them"
         )
         decode = self.phases["decode"].reads
+        how = "" if self.compiled else " eager"
         lines = [
-            f"program {self.model}   {self.target}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
+            f"program {self.model}   {self.target}{how}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
             f"  weights  {self.num_parameters / 1e6:.1f} M parameters, {size_text(self.weights)}, {whose}",
-            f"  cache    {size_text(self.cache)}, {self.cache_text}, written in place",
+            f"  cache    {size_text(self.cache)}, {self.cache_text}, "
+            + ("written in place" if self.compiled else "copied whole by each call"),
         ]
         for phase in self.phases.values():
             lines += ["", f"{phase.name}   {phase.header}"]
@@ -128,29 +124,33 @@ class Plan:
     __repr__ = __str__
 
 
-def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kernel]) -> Plan:
-    """Trace prefill and decode of the model's config on the meta device and read the plan from the graphs."""
-    params = F.Decoder.abstract(model.config, dtype=target.dtype)
+def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kernel], compiled: bool) -> Plan:
+    """Trace prefill and decode of the model on the meta device and read the plan from the graphs."""
+    # Strides too are the model's own: a kernel may decline a weight for how it lies.
+    params = tree.map(
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=target.dtype, device="meta"), model.params
+    )
     steps = make_steps(model.config)
     caches = sizes.caches(model.config, target.dtype, "meta")
+    paths = LeafPaths.of(params, caches)
     phases = {}
     for name in ("prefill", "decode"):
         inputs = sizes.idle(name, model.config, target.dtype, "meta")
-        module = dynamo.capture(steps[name], packed(params), caches, *inputs)
-        graph = Graph(name, module, [list(tree.paths(each)) for each in params.layers])
+        graph = Graph(name, dynamo.capture(steps[name], *packed(params, caches), *inputs), paths)
         length = sizes.chunk if name == "prefill" else 1
         header = f"B={sizes.batch} S={length} T<={sizes.slots - 1}"
-        phases[name] = PhasePlan(name, header, tuple(_blocks(graph, target, tuple(kernels), sizes.slots - 1)), graph)
-    weights = sum(_bytes(leaf) for leaf in tree.leaves(params))
-    moved = [
-        p for p in tree.leaves(model.params) if p.dtype != target.dtype or p.device.type not in (target.device, "meta")
-    ]
+        blocks = tuple(_Reader(graph, target, tuple(kernels), sizes.slots - 1).blocks())
+        left = lower(graph.module, target, tuple(kernels))
+        phases[name] = PhasePlan(name, header, blocks, left, graph)
+    kept = (target.device, "meta")
+    moved = [p for p in tree.leaves(model.params) if p.dtype != target.dtype or p.device.type not in kept]
     return Plan(
         model=model.name,
         target=target,
         sizes=sizes,
+        compiled=compiled,
         num_parameters=model.num_parameters,
-        weights=weights,
+        weights=sum(_bytes(leaf) for leaf in tree.leaves(params)),
         converted=sum(p.numel() for p in moved) * target.dtype.itemsize,
         cache=sum(_bytes(leaf) for cache in caches for leaf in tree.leaves(cache)),
         cache_text=_cache_text(caches),
@@ -167,38 +167,55 @@ def _cache_text(caches: Sequence[F.KVCache]) -> str:
     return "; ".join(f"{count} x ({text})" for text, count in kinds.items()) or "no layers"
 
 
-def _blocks(graph: Graph, target: Target, kernels: tuple[Kernel, ...], slots: int) -> list[PlanBlock]:
-    """Nodes before, in and after the layers; neighbouring calls of one region are one block."""
-    blocks: list[PlanBlock] = []
-    rows: list[PlanRow] = []
-    calls: list[fx.GraphModule] = []
-    for node in live_nodes(graph.module):
-        called = dynamo.region_of(node)
-        if called is None:
-            row = _row(node, target, kernels, slots)
-            if row is not None and calls:
-                blocks += _layer_blocks(calls, target, kernels, slots)
-                calls = []
-            rows += [row] if row is not None else []
-        else:
-            if rows:
-                blocks.append(PlanBlock("before the layers", 1, tuple(rows)))
-                rows = []
-            calls.append(called[0])
-    blocks += _layer_blocks(calls, target, kernels, slots)
-    return [*blocks, PlanBlock("after the layers", 1, tuple(rows))] if rows else blocks
+class _Reader:
+    """Reads rows and blocks from a graph. slots: the largest dynamic size."""
 
+    def __init__(self, graph: Graph, target: Target, kernels: tuple[Kernel, ...], slots: int) -> None:
+        self.graph, self.target, self.kernels, self.slots = graph, target, kernels, slots
 
-def _layer_blocks(
-    calls: list[fx.GraphModule], target: Target, kernels: tuple[Kernel, ...], slots: int
-) -> list[PlanBlock]:
-    found = []
-    for body in dict.fromkeys(calls):
-        rows = [row for node in live_nodes(body) if (row := _row(node, target, kernels, slots)) is not None]
-        where = _ranges([i for i, each in enumerate(calls) if each is body])
-        count = calls.count(body)
-        found.append(PlanBlock(f"layers[{where}] x{count}" if count > 1 else f"layers[{where}]", count, tuple(rows)))
-    return found
+    def blocks(self) -> list[PlanBlock]:
+        """Nodes before, in and after the layers; layers of one kind are one block."""
+        before: list[PlanRow] = []
+        after: list[PlanRow] = []
+        calls: list[fx.GraphModule] = []
+        names = self.graph.input_names()
+        for node in live_nodes(self.graph.module):
+            called = dynamo.region_of(node)
+            if called is not None:
+                calls.append(called[0])
+            elif (row := self.row(node, names)) is not None:
+                (after if calls else before).append(row)
+        blocks = [PlanBlock("before the layers", 1, tuple(before))]
+        for body, arguments in self.graph.regions().items():
+            inner = self.graph.region_names(body)
+            rows = [row for node in live_nodes(body) if (row := self.row(node, inner)) is not None]
+            where = _ranges([i for i, each in enumerate(calls) if each is body])
+            title = f"layers[{where}] x{len(arguments)}" if len(arguments) > 1 else f"layers[{where}]"
+            blocks.append(PlanBlock(title, len(arguments), tuple(rows)))
+        return [*blocks, PlanBlock("after the layers", 1, tuple(after))]
+
+    def row(self, node: fx.Node, inputs: Mapping[fx.Node, str]) -> PlanRow | None:
+        """A primitive, the embedding or a cache write; None for what the compiler fuses with them."""
+        name = primitive_name(node)
+        results = results_of(node)
+        value = dynamo.value_of(results[0])
+        names = " ".join(_plain(r.name) for r in results)
+        if name is not None:
+            kernel, text = choose(node, self.target, self.kernels)
+            weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
+            read = sum(_bytes(dynamo.value_of(n)) for n in weights)
+            context = sum(_dynamic_bytes(dynamo.value_of(n), self.slots) for n in node.all_input_nodes)
+            return PlanRow(names, name, shape_text(value), read, context, text, kernel is not None)
+        if node.target is torch.nn.functional.embedding:
+            return PlanRow(names, "embedding", shape_text(value), _bytes(value), 0, "compiler", True)
+        if node.op == "call_method" and node.target == "copy_":
+            into, source = node.args
+            assert isinstance(into, fx.Node)
+            assert isinstance(source, fx.Node)
+            written = source.args[2] if source.target == "index_put" else source
+            shape = shape_text(dynamo.value_of(written)) if isinstance(written, fx.Node) else ""
+            return PlanRow(inputs[into], "write", shape, 0, 0, "compiler", True)
+        return None
 
 
 def _ranges(indices: list[int]) -> str:
@@ -210,34 +227,6 @@ def _ranges(indices: list[int]) -> str:
         else:
             runs.append([i])
     return ",".join(f"{r[0]}..{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs)
-
-
-def _row(node: fx.Node, target: Target, kernels: tuple[Kernel, ...], slots: int) -> PlanRow | None:
-    name = primitive_name(node)
-    results = results_of(node)
-    value = results[0].meta.get("example_value")
-    names = " ".join(_plain(r.name) for r in results)
-    if name is not None:
-        kernel, text = choose(node, target, kernels)
-        read = sum(_bytes(n.meta["example_value"]) for n in node.all_input_nodes if _is_parameter(n))
-        context = sum(_dynamic_bytes(n.meta.get("example_value"), slots) for n in node.all_input_nodes)
-        return PlanRow(names, name, shape_text(value), read, context, text, kernel is not None)
-    if node.target is torch.nn.functional.embedding:
-        return PlanRow(names, "embedding", shape_text(value), _bytes(value), 0, "compiler", True)
-    if node.op == "call_method" and node.target == "copy_":
-        source = node.args[1]
-        written = source.args[2] if isinstance(source, fx.Node) and source.target == "index_put" else source
-        shape = shape_text(written.meta.get("example_value")) if isinstance(written, fx.Node) else ""
-        assert isinstance(node.args[0], fx.Node)
-        into = re.sub(r"^cache\[\d+\]", "cache", dynamo.source_of(node.args[0]) or "cache." + node.args[0].name[-1])
-        return PlanRow(into, "write", shape, 0, 0, "compiler, in place", True)
-    return None
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    if node.op != "placeholder":
-        return False
-    return "params" in (dynamo.source_of(node) or node.name)
 
 
 def _bytes(value: Any) -> int:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from ..functional.shapes import check_positive
 from . import dynamo
-from .steps import Caches, State
+from .steps import State
 
 __all__ = ["Sizes", "Target"]
 
@@ -42,9 +43,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name in ("batch", "max_len", "chunk"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"build({name}={value!r}): a positive integer is needed")
+            check_positive("build", **{name: getattr(self, name)})
 
     @property
     def slots(self) -> int:
@@ -57,7 +56,7 @@ class Sizes:
         n = min(-(-tokens // READ_STEP) * READ_STEP, self.slots - 1)
         return dynamo.dynamic_size(every[:n], 0, max=self.slots - 1)
 
-    def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> Caches:
+    def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[F.KVCache, ...]:
         """A cache a layer, uninitialised."""
         kinds = (each.attention for each in cfg.layers)
         return F.empty_caches(kinds, self.batch, self.slots, dtype=dtype, device=device)

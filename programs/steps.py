@@ -9,7 +9,7 @@ Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slot
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,30 +22,28 @@ from .dynamo import region
 
 __all__ = ["State", "make_steps", "packed"]
 
-Caches = tuple[F.KVCache, ...]
 Leaves = tuple[Tensor, ...]
 
 
-def packed(params: F.Decoder) -> F.Decoder:
-    """The parameters as the steps take them: in place of each layer the tuple of its leaves.
+def packed(params: F.Decoder, caches: Sequence[F.KVCache]) -> tuple[F.Decoder, tuple[Leaves, ...]]:
+    """Parameters and caches as the steps take them: in place of each layer, and of each cache, the tuple of its leaves.
 
     Dynamo traces a region once only where it is given tensors, and taking a tree apart is slow to trace; so it is
     done here, outside, and undone in the region.
     """
     layers: Any = tuple(tuple(tree.leaves(each)) for each in params.layers)
-    return dataclasses.replace(params, layers=layers)
+    return dataclasses.replace(params, layers=layers), tuple(tuple(tree.leaves(each)) for each in caches)
 
 
 @pytree
 class State(Tree):
-    """Where each row stands: the token that comes next, its position (-1 once the row has ended).
+    """Where each row stands: the token that comes next, and its position, -1 once the row has ended.
 
     session: which prefill the cache must still hold for it; 0 within a step."""
 
     token: Tensor = dim("B")
     logprob: Tensor = dim("B")
     position: Tensor = dim("B")
-    active: Tensor = dim("B")
     logits: Tensor = dim("B Z")
     session: int = static(default=0)
 
@@ -57,7 +55,6 @@ class State(Tree):
             token=integers[0].clamp_min(0),
             logprob=torch.zeros(batch, dtype=torch.promote_types(dtype, torch.float32), device=device),
             position=integers[1].clone(),
-            active=torch.zeros(batch, dtype=torch.bool, device=device),
             logits=torch.zeros(batch, vocab, dtype=dtype, device=device),
         )
 
@@ -73,8 +70,8 @@ def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callabl
 
     def layer(params: Leaves, x: Tensor, cfg: F.LayerConfig, **given: Any) -> tuple[Tensor, F.KVCache | None]:
         (run,) = [run for kind, run in regions if kind is cfg]
-        cache, slots, rope = given["cache"], given["slots"], given["rope"]
-        return run(*params, x, cache.k, cache.v, given["positions"], *(rope or ()), slots.write, slots.read), cache
+        cache = given["cache"]
+        return run(*params, x, *cache, given["positions"], *(given["rope"] or ()), given["read"]), cache
 
     return layer
 
@@ -83,41 +80,36 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
     """A layer of a kind, as a function of the leaves of its arguments."""
     leaf = torch.empty(0)
     rope = None if kind.attention.rope is None else (leaf, leaf)
-    cache = F.KVCache.abstract(kind.attention, B=1, T=1)
-    like = (F.Layer.abstract(kind), leaf, cache, leaf, rope, F.Slots(write=leaf, read=leaf))
+    like = (F.Layer.abstract(kind), leaf, F.KVCache.abstract(kind.attention, B=1, T=1), leaf, rope, leaf)
     definition = tree.structure(like)
 
     def run(*tensors: Tensor) -> Tensor:
-        params, x, cache, positions, rope, slots = tree.unflatten(definition, tensors)
-        x, new = F.layer(params, x, kind, positions=positions, rope=rope, cache=cache, slots=slots, core=core)
-        assert new is not None
-        cache.k.copy_(new.k)
-        cache.v.copy_(new.v)
+        params, x, cache, positions, rope, read = tree.unflatten(definition, tensors)
+        x, new = F.layer(params, x, kind, positions=positions, rope=rope, cache=cache, read=read, core=core)
+        for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):
+            old.copy_(value)
         return x
 
     return run
 
 
 def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
-    """The functions `prefill`, `decode` and `score` of a config, by name."""
+    """The functions `prefill`, `decode` and `score` of a config, by name; they take `packed` parameters and caches."""
     kinds = {kind: kind for kind in cfg.layers}
     # Equal layer configs become one object, so that a layer finds its region by identity while it is traced.
-    cfg = F.DecoderConfig(**{**vars(cfg), "layers": tuple(kinds[each] for each in cfg.layers)})
+    cfg = dataclasses.replace(cfg, layers=tuple(kinds[each] for each in cfg.layers))
     many, few = F.dot_product_attention, F.decode_attention
     layers = {core: donating_layer(cfg, core) for core in (many, few)}
 
     def run(
-        params: F.Decoder, cache: Caches, tokens: Tensor, positions: Tensor, read: Tensor, core: Callable[..., Tensor]
+        params: F.Decoder, cache: Any, tokens: Tensor, positions: Tensor, read: Tensor, core: Callable[..., Tensor]
     ) -> Tensor:
-        slots = F.Slots.of(positions, cache[0].k.shape[1], read) if cache else None
-        x, _ = F.backbone(
-            params, tokens, cfg, positions=positions, cache=cache, slots=slots, core=core, layer=layers[core]
-        )
-        return x
+        layer = layers[core]
+        return F.backbone(params, tokens, cfg, positions=positions, cache=cache, read=read, core=core, layer=layer)[0]
 
     def prefill(
         params: F.Decoder,
-        cache: Caches,
+        cache: Any,
         state: State,
         tokens: Tensor,
         positions: Tensor,
@@ -130,22 +122,20 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         x = run(params, cache, tokens, positions, read, many)
         at = last.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])
         logits = F.logits(params, x.gather(1, at)[:, 0], cfg)
-        ends = last >= 0
-        after = positions.amax(-1) + 1
-        token, logprob, position, active = F.sample_advance(logits, after, ends, eos_token_id)
-        new = State(token=token, logprob=logprob, position=position, active=active, logits=logits)
-        return _where(ends, new, state)
+        token, logprob, position = F.sample_advance(logits, positions.amax(-1) + 1, eos_token_id)
+        return _where(last >= 0, State(token=token, logprob=logprob, position=position, logits=logits), state)
 
-    def decode(params: F.Decoder, cache: Caches, state: State, eos_token_id: Tensor, read: Tensor) -> State:
+    def decode(params: F.Decoder, cache: Any, state: State, eos_token_id: Tensor, read: Tensor) -> State:
         """Feed each active row its token; a row that has ended changes nothing."""
-        x = run(params, cache, state.token[:, None], state.position[:, None], read, few)
+        tokens, positions = state.token[:, None], state.position[:, None]
+        x = run(params, cache, tokens, positions, read, few)
         logits = F.logits(params, x[:, 0], cfg)
-        after = torch.where(state.active, state.position + 1, -1)
-        token, logprob, position, active = F.sample_advance(logits, after, state.active, eos_token_id)
-        return State(token=token, logprob=logprob, position=position, active=active, logits=logits)
+        after = torch.where(state.position >= 0, state.position + 1, -1)
+        token, logprob, position = F.sample_advance(logits, after, eos_token_id)
+        return State(token=token, logprob=logprob, position=position, logits=logits)
 
     def score(
-        params: F.Decoder, cache: Caches, tokens: Tensor, positions: Tensor, targets: Tensor, read: Tensor
+        params: F.Decoder, cache: Any, tokens: Tensor, positions: Tensor, targets: Tensor, read: Tensor
     ) -> Tensor:
         """-> the log-probability of `targets` `B C`, each the token after the one at its place."""
         x = run(params, cache, tokens, positions, read, many)

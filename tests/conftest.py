@@ -27,6 +27,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.longrepr = f"{item.nodeid} skipped, and is not in ALLOWED_SKIPS: {report.longrepr}"
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that skips itself is a failure too."""
+    if report.skipped:
+        report.outcome = "failed"
+
+
 class _ByProgram(LoadScopeScheduling):
     """Tests of one compiled program stay in one worker; two such groups, and every other file by itself."""
 

@@ -5,7 +5,7 @@ To add a family, write `families/<model_type>.py` with a `FAMILY` and name it in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -14,7 +14,7 @@ from ...functional import DecoderConfig
 
 __all__ = ["Family", "find_family", "known_families"]
 
-_MODULES = {"llama": "llama"}
+_MODULES = {"llama": "llama"}  # model_type -> module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class Family:
     config: from the fields of the Hugging Face config to ours; raises `ValueError` for a field it cannot honour.
     names: checkpoint name -> pytree path, `{i}` standing for the layer.
     tied: name -> the name it repeats where the config ties them; a checkpoint may then carry both.
-    gguf_arch: the architecture's name in GGUF files. gguf_fields: GGUF metadata key -> config field.
+    gguf_arch: the architecture's name in GGUF files. gguf_extra: config fields that follow from which tensors a GGUF
+        file has. gguf_fields: GGUF metadata key -> config field.
     gguf_permuted: checkpoint names whose rows GGUF keeps in interleaved rotary order -> the config field that
         counts their heads.
     """
@@ -35,6 +36,7 @@ class Family:
     tied: Mapping[str, str] = field(default_factory=dict)
     gguf_arch: str | None = None
     gguf_fields: Mapping[str, str] | None = None
+    gguf_extra: Callable[[Collection[str]], dict[str, Any]] = field(default=lambda names: {})
     gguf_permuted: Mapping[str, str] | None = None
 
     def paths(self, layers: int) -> dict[str, str]:
@@ -44,6 +46,16 @@ class Family:
             for i in range(layers if "{i}" in name else 1):
                 found[name.replace("{i}", str(i))] = path.replace("{i}", str(i))
         return found
+
+
+def find_gguf_family(arch: str) -> Family:
+    """The adapter of a GGUF architecture. Raises `ValueError` that lists the known ones."""
+    families = [find_family(name) for name in known_families()]
+    for family in families:
+        if family.gguf_arch == arch:
+            return family
+    known = ", ".join(str(family.gguf_arch) for family in families if family.gguf_arch)
+    raise ValueError(f'GGUF architecture "{arch}" is unknown\n    known: {known}')
 
 
 def known_families() -> list[str]:

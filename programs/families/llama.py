@@ -96,8 +96,15 @@ FAMILY = Family(
         "rope.freq_base": "rope_theta",
         "rope.dimension_count": "head_dim",
     },
+    gguf_extra=lambda names: {
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+    },
     gguf_permuted={
         "model.layers.{i}.self_attn.q_proj.weight": "num_attention_heads",
         "model.layers.{i}.self_attn.k_proj.weight": "num_key_value_heads",
+        "model.layers.{i}.self_attn.q_proj.bias": "num_attention_heads",
+        "model.layers.{i}.self_attn.k_proj.bias": "num_key_value_heads",
     },
 )

@@ -31,7 +31,7 @@ def test_logits_and_every_gradient(variant):
 def tree_of_grads(model, tokens, labels):
     def loss(params):
         x, _ = F.backbone(params, tokens, model.config)
-        normed = F.rms_norm(x, params.norm.weight, **model.config.norm.options)
+        normed = F.final_norm(params, x, model.config)
         head = params.embed if params.head is None else params.head
         return F.cross_entropy(normed, head, labels, chunk=5)[0]
 

@@ -18,7 +18,7 @@ CALLS = {
     "decode_attention": lambda x: F.decode_attention(
         x[..., None, :], x[..., None, :], x[..., None, :], q_positions=POSITIONS, k_positions=POSITIONS
     ),
-    "sample_advance": lambda x: F.sample_advance(x[:, 0], POSITIONS[0, :3], torch.ones(3).bool(), torch.tensor([1]))[1],
+    "sample_advance": lambda x: F.sample_advance(x[:, 0], POSITIONS[0, :3], torch.tensor([1]))[1],
 }
 
 
@@ -42,14 +42,19 @@ def test_one_node_that_decomposes(name):
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "sample_advance"])
 def test_vmap_sees_through_the_op_without_a_warning(name):
-    op = getattr(torch.ops.meshfn, name)
-    assert op is not None
     fn = lambda x: CALLS[name](x[None])[0]  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(torch.vmap(fn)(X), CALLS[name](X))
         batched = torch.compile(torch.vmap(fn), fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(batched(X), CALLS[name](X))
+
+
+def test_the_op_itself_vmaps():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = torch.vmap(lambda x: torch.ops.meshfn.norm_linear(x, torch.ones(8), [W], [None])[0])(X)
+    torch.testing.assert_close(got, F.norm_linear(X, torch.ones(8), [W], [None])[0])
 
 
 def test_greedy_takes_the_lowest_of_equals_and_survives_nan():
@@ -62,9 +67,6 @@ def test_greedy_takes_the_lowest_of_equals_and_survives_nan():
 
 def test_sample_advance_ends_rows():
     logits = torch.eye(4)
-    token, _, positions, active = F.sample_advance(
-        logits, torch.tensor([5, 6, 7, -1]), torch.tensor([True, True, True, False]), torch.tensor([1, 9])
-    )
+    token, _, positions = F.sample_advance(logits, torch.tensor([5, 6, 7, -1]), torch.tensor([1, 9]))
     assert token.tolist() == [0, 1, 2, 3]
     assert positions.tolist() == [5, -1, 7, -1]
-    assert active.tolist() == [True, False, True, False]

@@ -15,7 +15,8 @@ from ..tiny import llama, ours
 class Counting:
     """A wire that notes each edge with its scope, its call and its shape, and moves nothing."""
 
-    heads = Heads()
+    def heads(self, *, H: int, K: int) -> Heads:
+        return Heads()
 
     def __init__(self, log: list[tuple[str, str, Any]], scope: str = "") -> None:
         self.log, self.prefix = log, scope
@@ -43,18 +44,20 @@ def test_every_edge_passes_with_the_shape_it_declares():
     model = ours(llama(layers=2))
     tokens = torch.randint(0, 97, (2, 5))
     log: list[tuple[str, str, Any]] = []
-    plain, _ = F.decoder(model.params, tokens, model.config)
-    wired, _ = F.decoder(model.params, tokens, model.config, wire=Counting(log))
+    options = {"segment_ids": torch.zeros(2, 5, dtype=torch.int64), "mask": torch.ones(2, 6, 5, 5, dtype=torch.bool)}
+    plain, _ = F.decoder(model.params, tokens, model.config, **options)
+    wired, _ = F.decoder(model.params, tokens, model.config, **options, wire=Counting(log))
     assert torch.equal(plain, wired)
     one_layer = [
         ("pass", "layers.attention.x", (2, 5, 48)),
         ("send", "layers.attention.k", (2, 5, 2, 8)),
         ("send", "layers.attention.v", (2, 5, 2, 8)),
-        ("send", "layers.attention.k_positions", (1, 5)),
-        ("send", "layers.attention.k_segment_ids", None),
+        ("send", "layers.attention.k_positions", (2, 5)),
+        ("send", "layers.attention.k_segment_ids", (2, 5)),
         ("receive", "layers.attention.q", (2, 5, 6, 8)),
-        ("receive", "layers.attention.q_positions", (1, 5)),
-        ("receive", "layers.attention.q_segment_ids", None),
+        ("receive", "layers.attention.q_positions", (2, 5)),
+        ("receive", "layers.attention.q_segment_ids", (2, 5)),
+        ("receive", "layers.attention.mask", (2, 6, 5, 5)),
         ("receive", "layers.attention.sinks", None),
         ("pass", "layers.attention.o", (2, 5, 6, 8)),
         ("pass", "layers.attention.out", (2, 5, 48)),
@@ -62,12 +65,13 @@ def test_every_edge_passes_with_the_shape_it_declares():
         ("pass", "layers.mlp.h", (2, 5, 40)),
         ("pass", "layers.mlp.out", (2, 5, 48)),
     ]
-    assert log == [("pass", "tokens", (2, 5)), *one_layer, *one_layer, ("pass", "logits", (2, 5, 97))]
+    ends = [("pass", "tokens", (2, 5)), ("pass", "embedded", (2, 5, 48))], [("pass", "logits", (2, 5, 97))]
+    assert log == [*ends[0], *one_layer, *one_layer, *ends[1]]
     declared = edges_of(F.decoder)
     assert {name for _, name, _ in log} == set(declared)
     sizes = {"B": 2, "S": 5, "T": 5, "D": 48, "K": 2, "G": 3, "E": 8, "V": 8, "F": 40, "Z": 97}
     for _, name, shape in log:
-        if shape is not None and "positions" not in name:
+        if shape is not None:
             assert F.shapes.shape_of(declared[name], sizes) == shape
 
 
@@ -81,8 +85,8 @@ def test_sinks_are_an_edge_and_per_head_parameters_can_be_cut():
 
     class FirstHead(Counting):
         def receive(self, sent: Any = None, **named: Any) -> tuple[Any, ...]:
-            q, q_positions, q_ids, sinks, k, v, *rest = super().receive(sent, **named)
-            return (q[:, :, :3], q_positions, q_ids, sinks[:3], k[:, :, :1], v[:, :, :1], *rest)
+            q, q_positions, q_ids, mask, sinks, k, v, *rest = super().receive(sent, **named)
+            return (q[:, :, :3], q_positions, q_ids, mask, sinks[:3], k[:, :, :1], v[:, :, :1], *rest)
 
         def pass_(self, **named: Any) -> Any:
             seen.append(named)
@@ -100,3 +104,75 @@ def test_sinks_are_an_edge_and_per_head_parameters_can_be_cut():
 def test_a_function_without_edges_is_refused():
     with pytest.raises(ValueError, match="declares no edges"):
         edges_of(F.rms_norm)
+
+
+def test_two_ranks_sum_to_the_whole_and_a_bias_counts_once():
+    """Attention by heads and MLP by width on two ranks, each edge after the last projection their sum."""
+    model = ours(llama(6, 2, bias=True).double())
+    layer, cfg = model.params.layers[0], model.config.layers[0]
+    x, positions = torch.randn(2, 5, 48, dtype=torch.float64), torch.arange(5)[None]
+    whole, _ = F.layer(layer, x, cfg, positions=positions)
+
+    def part(tree, rank):
+        """Leaves cut where their spec names tp."""
+        specs, new = F.tree.paths(tree.specs()), {}
+        for path, leaf in F.tree.paths(tree).items():
+            dims = [i for i, dim in enumerate(top_level(specs[path])) if "/tp" in dim]
+            new[path] = leaf.chunk(2, dims[0])[rank] if dims else leaf
+        return F.tree.replace(tree, new)
+
+    class Half(Counting):
+        """Notes what it would sum, and gives back what it was given to sum with."""
+
+        def __init__(self, log, others, scope=""):
+            super().__init__(log, scope)
+            self.others = others
+
+        def pass_(self, **named: Tensor) -> Tensor:
+            ((name, edge),) = named.items()
+            if name == "out":
+                self.log.append(edge)
+                return edge + self.others.pop(0) if self.others else edge
+            return edge
+
+        def scope(self, name: str) -> Half:
+            return self
+
+    def run(fn, params, x, config, **given):
+        sent: list[Tensor] = []
+        fn(part(params, 1), x, config, wire=Half(sent, []), **given)
+        return fn(part(params, 0), x, config, wire=Half([], sent[:1]), **given)
+
+    a, _ = run(F.attention, layer.attention, x, cfg.attention, positions=positions)
+    torch.testing.assert_close(x + a + run(F.mlp, layer.mlp, x + a, cfg.mlp), whole)
+
+
+def top_level(spec: str) -> list[str]:
+    """The dimensions of a spec, `"((K/tp G) E) D"` -> `["((K/tp G) E)", "D"]`."""
+    dims, depth = [""], 0
+    for c in spec:
+        depth += (c == "(") - (c == ")")
+        if c == " " and not depth:
+            dims.append("")
+        else:
+            dims[-1] += c
+    return dims
+
+
+def test_kv_index_and_heads_reach_the_core():
+    cfg = F.AttentionConfig(hidden_size=12, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    params, x = F.Attention.init(cfg, 0), torch.randn(1, 3, 12)
+    told: dict[str, Any] = {}
+
+    class Dealt(Counting):
+        def heads(self, *, H: int, K: int) -> Heads:
+            return Heads(offset=2, local=4, kv_index=torch.tensor([1, 1, 0, 0]))
+
+    def core(q, k, v, **given):
+        told.update(given)
+        return F.dot_product_attention(q, k, v, **given)
+
+    out, _ = F.attention(params, x, cfg, positions=torch.arange(3)[None], wire=Dealt([]), core=core)
+    assert (told["head_offset"], told["local_heads"]) == (2, 4)
+    swapped = F.tree.replace(params, {".k": params.k.roll(4, 0), ".v": params.v.roll(4, 0)})
+    torch.testing.assert_close(out, F.attention(swapped, x, cfg, positions=torch.arange(3)[None])[0])

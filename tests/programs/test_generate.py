@@ -86,7 +86,7 @@ def test_unwritten_slots_and_finished_rows_keep_their_bytes(tiny):
         cache.k.fill_(torch.nan)
         cache.v.fill_(torch.nan)
     state = program.prefill(ROWS, eos_token_id=first_end)
-    while bool(state.active[0]):
+    while int(state.position[0]) >= 0:
         state = program.decode(state, eos_token_id=first_end)
     before = bits(program.cache)
     for _ in range(3):

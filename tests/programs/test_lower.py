@@ -33,7 +33,7 @@ def _(x, norm, gate, up, gate_bias, up_bias, **options):
 
 
 def one_token(call: programs.Call) -> str | None:
-    x = call.args[0]
+    x = call.arguments["x"]
     return None if x.shape[1] == 1 else f"S is {x.shape[1]}, not 1"
 
 
@@ -70,14 +70,14 @@ def test_lower_lists_what_is_left():
     params = F.Decoder.abstract(model.config)
     caches = sizes.caches(model.config, torch.float32, "meta")
     inputs = sizes.idle("decode", model.config, torch.float32, "meta")
-    graph = dynamo.capture(make_steps(model.config)["decode"], packed(params), caches, *inputs)
+    graph = dynamo.capture(make_steps(model.config)["decode"], *packed(params, caches), *inputs)
     left = lower(graph, target, (KERNEL,))
     assert_expected_inline(
         "\n".join(left),
         """\
 norm_linear (norm_linear): compiler (no cpu kernel)
-q_BSHE_1 (apply_rope): compiler (no cpu kernel)
 k_BSKE_1 (apply_rope): compiler (no cpu kernel)
+q_BSHE_1 (apply_rope): compiler (no cpu kernel)
 o_BSHV (decode_attention): compiler (no cpu kernel)
 norm_linear_1 (norm_linear): compiler (no cpu kernel)
 norm_linear_2 (norm_linear): compiler (no cpu kernel)
@@ -94,8 +94,31 @@ def test_strict_lists_every_reason():
     with pytest.raises(ValueError, match="no kernel for") as error:
         programs.build(ours(llama()), max_len=16, chunk=4, strict=True, kernels=[KERNEL])
     text = str(error.value)
-    assert "prefill layers[0..1] x2: h_BSF (gated_mlp): compiler (test_gated: S is 4, not 1)" in text
-    assert "decode layers[0..1] x2: h_BSF" not in text
+    assert "prefill h_BSF (gated_mlp): compiler (test_gated: S is 4, not 1)" in text
+    assert "decode h_BSF" not in text
+
+
+def contiguous_gate(call: programs.Call) -> str | None:
+    return None if call.arguments["gate"].is_contiguous() else "gate is not contiguous"
+
+
+def test_a_kernel_sees_weights_as_they_lie(monkeypatch):
+    """The plan, the strict check and the compiled graph decide alike on a weight that is transposed."""
+    monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+    kernel = programs.Kernel("picky", "gated_mlp", KERNEL.op, contiguous_gate)
+    for transposed in (False, True):
+        module = llama()
+        if transposed:
+            for layer in module.model.layers:
+                layer.mlp.gate_proj.weight = torch.nn.Parameter(layer.mlp.gate_proj.weight.detach().T.contiguous().T)
+        program = programs.build(ours(module), max_len=16, chunk=4, kernels=[kernel])
+        calls.clear()
+        program.generate([[1, 2]], max_new_tokens=3)
+        planned = [r.chosen for b in program.plan.phases["decode"].blocks for r in b.rows if r.op == "gated_mlp"]
+        assert planned == [not transposed]
+        assert bool(calls) == (not transposed)
+        assert ("gated.default" in str(program.decode.graph)) == (not transposed)
+        assert str(program.decode.graph) == str(program.plan.phases["decode"].graph)
 
 
 def test_a_plain_function_is_no_kernel():

@@ -13,7 +13,8 @@ from meshfn import programs
 from meshfn.programs import dynamo
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ..tiny import llama, ours
+from ..tiny import llama
+from .test_lower import KERNEL
 
 
 def message(fn, *args, **given):
@@ -81,7 +82,7 @@ prompts: strings, lists of token ids or input_ids are needed, not int
 
 generate: pass prompts, or input_ids
 
-generate(max_new_tokens=0): a positive integer is needed
+generate(max_new_tokens=...): a positive integer is needed, not 0
 
 eos_token_id: 9 tokens, at most 8
 
@@ -125,14 +126,17 @@ def test_build(tiny, monkeypatch):
         message(programs.build, programs.load(tiny.module, abstract=True)),
         message(programs.build, model, strict=True),
     ]
-    monkeypatch.setattr(dynamo, "compiler_problem", lambda device: "no C++ compiler is found")
-    found.append(message(programs.build, model))
+    found.append(message(programs.build, model, kernels=[KERNEL], compile=False))
+    monkeypatch.setattr(dynamo, "compiler_problem", lambda device: "torch.compile finds no C++ compiler (install g++)")
+    with pytest.warns(UserWarning, match="build") as warned:
+        assert not programs.build(model, max_len=16).compiled
+    found.append("warning: " + str(warned[0].message))
     assert_expected_inline(
         "\n\n".join(found),
         """\
-build(batch=0): a positive integer is needed
+build(batch=...): a positive integer is needed, not 0
 
-build(max_len=1.5): a positive integer is needed
+build(max_len=...): a positive integer is needed, not 1.5
 
 build(dtype=torch.int8): cpu cannot run it
     known: float32, bfloat16, float16, float64
@@ -151,27 +155,29 @@ build: the model has no weights, it was loaded with abstract=True
     fix: load it without
 
 build(strict=True): no kernel for
-    prefill layers[0..1] x2: q k v (norm_linear): compiler (no cpu kernel)
-    prefill layers[0..1] x2: q_BSHE (apply_rope): compiler (no cpu kernel)
-    prefill layers[0..1] x2: k_BSKE (apply_rope): compiler (no cpu kernel)
-    prefill layers[0..1] x2: o_BSHV (core_attention): compiler (no cpu kernel)
-    prefill layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
-    prefill layers[0..1] x2: h_BSF (gated_mlp): compiler (no cpu kernel)
-    prefill layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
-    prefill after the layers: logits_Z (norm_linear): compiler (no cpu kernel)
-    prefill after the layers: token logprob position active (sample_advance): compiler (no cpu kernel)
-    decode layers[0..1] x2: q k v (norm_linear): compiler (no cpu kernel)
-    decode layers[0..1] x2: q_BSHE (apply_rope): compiler (no cpu kernel)
-    decode layers[0..1] x2: k_BSKE (apply_rope): compiler (no cpu kernel)
-    decode layers[0..1] x2: o_BSHV (decode_attention): compiler (no cpu kernel)
-    decode layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
-    decode layers[0..1] x2: h_BSF (gated_mlp): compiler (no cpu kernel)
-    decode layers[0..1] x2: out_BSD (norm_linear): compiler (no cpu kernel)
-    decode after the layers: logits_Z (norm_linear): compiler (no cpu kernel)
-    decode after the layers: token logprob position active (sample_advance): compiler (no cpu kernel)
+    prefill norm_linear (norm_linear): compiler (no cpu kernel)
+    prefill k_BSKE_1 (apply_rope): compiler (no cpu kernel)
+    prefill q_BSHE_1 (apply_rope): compiler (no cpu kernel)
+    prefill o_BSHV (core_attention): compiler (no cpu kernel)
+    prefill norm_linear_1 (norm_linear): compiler (no cpu kernel)
+    prefill h_BSF (gated_mlp): compiler (no cpu kernel)
+    prefill norm_linear_2 (norm_linear): compiler (no cpu kernel)
+    prefill norm_linear (norm_linear): compiler (no cpu kernel)
+    prefill sample_advance (sample_advance): compiler (no cpu kernel)
+    decode norm_linear (norm_linear): compiler (no cpu kernel)
+    decode k_BSKE_1 (apply_rope): compiler (no cpu kernel)
+    decode q_BSHE_1 (apply_rope): compiler (no cpu kernel)
+    decode o_BSHV (decode_attention): compiler (no cpu kernel)
+    decode norm_linear_1 (norm_linear): compiler (no cpu kernel)
+    decode h_BSF (gated_mlp): compiler (no cpu kernel)
+    decode norm_linear_2 (norm_linear): compiler (no cpu kernel)
+    decode norm_linear (norm_linear): compiler (no cpu kernel)
+    decode sample_advance (sample_advance): compiler (no cpu kernel)
 
-build(compile=True): no C++ compiler is found
-    fix: install g++, or pass compile=False""",
+build(kernels=...): kernels are put into compiled graphs
+    fix: compile=True
+
+warning: build: torch.compile finds no C++ compiler (install g++); this program runs eagerly, as with compile=False""",
     )
 
 
@@ -298,7 +304,3 @@ error: source "nowhere.gguf" is neither a file nor a known name
     known: "smollm2-135m", or a .gguf file
 """,
     )
-
-
-def test_tokenizer_is_needed_for_strings_only(tiny):
-    assert ours(tiny.module).tokenizer is None
