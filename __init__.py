@@ -1,4 +1,4 @@
-"""meshfn: attention, MLA and gated delta nets as pure functions on a mesh."""
+"""meshfn: attention and language models as pure functions over parameter pytrees, and programs compiled of them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -20,8 +20,8 @@ from .cache import KVCache, cache_update
 from .core import dot_product_attention
 from .norm import Norm, NormConfig, linear, norm_linear
 from .rope import RopeConfig, apply_rope, rope_tables
-from .shapes import check_positive, check_shapes
-from .tree import Tree, dim, pytree
+from .shapes import ShapeError, check_positive, check_shapes
+from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
 __all__ = ["Attention", "AttentionConfig", "attention"]
@@ -115,8 +115,9 @@ def attention(
     wire: carries the edges `attention.edges` between the stages. core: see `dot_product_attention`.
     Raises `ShapeError` naming the argument.
     """
+    check_presence("attention", params, cfg)
     widths = {letter: cfg.sizes[letter] for letter in "DEV"}  # H and K are the rank's own, as its weights have them
-    check_shapes(
+    sizes = check_shapes(
         "attention",
         widths,
         x=(x, "B S D"),
@@ -127,6 +128,11 @@ def attention(
         o=(params.o, "D (H V)"),
         cache=(None if cache is None else cache.k, "B T K E"),
     )
+    if sizes["H"] * cfg.num_key_value_heads != sizes["K"] * cfg.num_attention_heads:
+        raise ShapeError(
+            f"attention: the weights have {sizes['H']} query and {sizes['K']} key/value heads, the config "
+            f"{cfg.num_attention_heads} and {cfg.num_key_value_heads}"
+        )
     if cache is not None and segment_ids is not None:
         raise ValueError("attention: segment_ids with a cache\n    fix: give each document a row of the cache")
     q_BSHE, k_BSKE, v_BSKV = project_qkv(params, wire.pass_(x=x), cfg)

@@ -23,7 +23,7 @@ from .mlp import MLP, MLPConfig, mlp
 from .norm import Norm, NormConfig, norm_linear, rms_norm
 from .rope import RopeConfig, rope_tables
 from .shapes import check_positive, check_shapes
-from .tree import Tree, dim, pytree
+from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
 __all__ = ["Decoder", "DecoderConfig", "Layer", "LayerConfig", "backbone", "decoder", "final_norm", "layer", "logits"]
@@ -168,6 +168,7 @@ def backbone(
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer.
     """
     check_shapes("decoder", tokens=(tokens, "B S"), positions=(positions, "B? S"), segment_ids=(segment_ids, "B S"))
+    check_presence("decoder", params, cfg)
     if len(params.layers) != len(cfg.layers):
         raise ValueError(f"decoder(params=...): {len(params.layers)} layers, the config has {len(cfg.layers)}")
     if cache is not None and len(cache) != len(cfg.layers):

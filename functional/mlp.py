@@ -18,7 +18,7 @@ from torch import Tensor
 from .norm import Norm, NormConfig, linear, norm_linear
 from .primitive import primitive
 from .shapes import check_positive, check_shapes
-from .tree import Tree, dim, pytree
+from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
 __all__ = ["ACTIVATIONS", "MLP", "MLPConfig", "gated_mlp", "mlp"]
@@ -68,6 +68,7 @@ class MLP(Tree):
 @edges(x="B S D", h="B S F", out="B S D")
 def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Tensor:
     """x `B S D` -> `B S D`."""
+    check_presence("mlp", params, cfg)
     check_shapes("mlp", {"D": cfg.hidden_size}, x=(x, "B S D"), gate=(params.gate, "F D"), down=(params.down, "D F"))
     norm_weight = None if params.norm is None else params.norm.weight
     options = {} if cfg.norm is None else cfg.norm.options

@@ -102,6 +102,11 @@ def check_shapes(
             raise ShapeError(
                 f"{function}({name}=...): {least}{len(parsed)} dimensions are needed, but it has {tensor.dim()}\n"
                 f"    {name}: {spec.replace('?', '')} = {_numbers(tensor)}{_so_far(bound)}"
+                + (
+                    f"\n    fix: {name}[None], the same for each row"
+                    if spec.startswith("B? ") and skipped == -1
+                    else ""
+                )
             )
         # Marks stand on plain letters, so the words of such a spec line up with its dimensions.
         may_be_one = [word.endswith("?") for word in spec.removeprefix("... ").split()]

@@ -20,7 +20,7 @@ import types
 import typing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import optree
 import torch
@@ -65,6 +65,9 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
 class Tree:
     """Base of all parameter and cache classes; see the module's docstring."""
 
+    # fields that may be absent, each with the config attribute that says so; filled in by @pytree
+    _optional: ClassVar[tuple[tuple[str, str], ...]] = ()
+
     @classmethod
     def abstract(cls, cfg: Any, *, dtype: torch.dtype = torch.float32, **sizes: int) -> Self:
         """The tree of a config with leaves on the meta device: shapes and dtypes, no memory.
@@ -85,7 +88,9 @@ class Tree:
         device: torch.device | str = "cpu",
         **sizes: int,
     ) -> Self:
-        """The tree of a config with random weights. A leaf depends on the seed and its path alone."""
+        """The tree of a config with random weights. A leaf depends on the seed, an integer, and its path alone."""
+        if not isinstance(seed, int):
+            raise TypeError(f"{cls.__name__}.init(seed=...): an integer is needed, not {type(seed).__name__}")
 
         def make(shape: tuple[int, ...], spec: str, field: dataclasses.Field[Any], c: Any, path: str) -> Tensor:
             constant = field.metadata["initial"]
@@ -139,6 +144,12 @@ def pytree(cls: type[C]) -> type[C]:
     fields = dataclasses.fields(made)  # type: ignore[arg-type]
     statics = [f.name for f in fields if f.metadata.get("static")]
     others = [f.name for f in fields if not f.metadata.get("static")]
+
+    made._optional = tuple(
+        (f.name, f.metadata.get("when") or f.name)
+        for f in fields
+        if f.metadata.get("when") or (f.default is None and "spec" not in f.metadata)
+    )
 
     def flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
         present = tuple(n for n in others if getattr(node, n) is not None)
@@ -239,8 +250,23 @@ def check(tree: Any, expected: Any, *, what: str = "params") -> None:
         elif leaf.shape != want[path].shape:
             faults.append(f"{path}: {_described(specs[path], want[path])}, but the tensor has {tuple(leaf.shape)}")
     if faults:
+        if type(tree) is not type(expected):
+            raise TreeError(f"{what}: {type(expected).__name__} is needed, not {type(tree).__name__}")
         count = f"{len(faults)} leaf" if len(faults) == 1 else f"{len(faults)} leaves"
         raise TreeError(f"{what} do not match in {count}\n    " + "\n    ".join(faults))
+
+
+def check_presence(function: str, params: Tree, cfg: Any) -> None:
+    """Raise `TreeError` where the params have an optional part that the config does not ask for, or lack one."""
+    for name, attribute in params._optional:
+        asked, there = bool(getattr(cfg, attribute)), getattr(params, name) is not None
+        if asked != there:
+            has = f"has .{name}" if there else f"lacks .{name}"
+            name = type(params).__name__
+            raise TreeError(
+                f"{function}: the config says {attribute}={getattr(cfg, attribute)!r}, but {name} {has}\n"
+                f"    fix: {name}.init(cfg, seed) makes what the config asks for"
+            )
 
 
 def _described(spec: str, leaf: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 
@@ -42,10 +43,7 @@ def build(
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
         raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
-    try:
-        place = torch.device(device or model.device)
-    except RuntimeError as error:
-        raise ValueError(f'build(device="{device}"): no such device') from error
+    place = _device(device, model.device)
     dtype = dtype or model.dtype
     _check_place(place, dtype)
     problem = dynamo.compiler_problem(place) if compile else None
@@ -76,10 +74,19 @@ def plan(
 
     device: the model's unless given, "cpu" for an abstract model. arch: such as "sm_90".
     """
-    place = torch.device(device or ("cpu" if model.device.type == "meta" else model.device))
+    place = _device(device, torch.device("cpu") if model.device.type == "meta" else model.device)
+    if arch is not None and not re.fullmatch(r"sm_\d+[a-z]?", arch):
+        raise ValueError(f'plan(arch="{arch}"): an architecture such as "sm_90" is needed')
     target = Target(place.type, dtype or model.dtype, arch)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     return make_plan(model, target, sizes, with_table(target, kernels), compiled=True)
+
+
+def _device(device: torch.device | str | None, default: torch.device) -> torch.device:
+    try:
+        return torch.device(device or default)
+    except RuntimeError as error:
+        raise ValueError(f'device="{device}": no such device') from error
 
 
 def _check_place(device: torch.device, dtype: torch.dtype) -> None:

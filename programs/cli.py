@@ -12,6 +12,14 @@ __all__ = ["main"]
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+def _count(text: str) -> int:
+    """A positive integer; argparse names the option and shows the text where it is none."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a positive integer is needed, not {text}")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status: 0, 1 for bad input (with a line that says which), 130 for Ctrl-C."""
     arguments = _parser().parse_args(argv)
@@ -38,20 +46,20 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", required=True, help='"smollm2-135m" or a .gguf file')
     common.add_argument("--dtype", choices=_DTYPES, help="the model's unless given")
-    common.add_argument("--max-len", type=int, default=1024, help="tokens, prompt and new ones (%(default)s)")
-    common.add_argument("--chunk", type=int, default=256, help="prompt tokens a prefill call takes (%(default)s)")
+    common.add_argument("--max-len", type=_count, default=1024, help="tokens, prompt and new ones (%(default)s)")
+    common.add_argument("--chunk", type=_count, default=256, help="prompt tokens a prefill call takes (%(default)s)")
 
     generate = commands.add_parser("generate", parents=[common], help="stream text after a prompt")
     generate.add_argument("--prompt", required=True)
-    generate.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
+    generate.add_argument("--max-new-tokens", type=_count, default=64, help="(%(default)s)")
     generate.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
-    generate.add_argument("--no-compile", action="store_true", help="run eagerly: starts at once, decodes slower")
+    generate.add_argument("--no-compile", action="store_true", help="run eagerly: no build, slower tokens")
     generate.add_argument("--device", help="the model's unless given")
     generate.set_defaults(run=_generate)
 
     plan = commands.add_parser("plan", parents=[common], help="print the plan, without reading weights")
     plan.add_argument("--device", default="cpu", help="need not be present (%(default)s)")
-    plan.add_argument("--batch", type=int, default=1, help="rows (%(default)s)")
+    plan.add_argument("--batch", type=_count, default=1, help="rows (%(default)s)")
     plan.add_argument("--arch", help='such as "sm_90"')
     plan.set_defaults(run=_plan)
     return parser
@@ -66,8 +74,9 @@ def _dtype(name: str | None) -> Any:
 def _plan(arguments: argparse.Namespace, progress: _Progress) -> int:
     from . import load, plan
 
-    model = load(arguments.model, abstract=True)
-    print(
+    model = load(arguments.model, abstract=True, progress=progress)
+    progress("tracing prefill and decode", 0, 0)
+    text = str(
         plan(
             model,
             batch=arguments.batch,
@@ -78,12 +87,17 @@ def _plan(arguments: argparse.Namespace, progress: _Progress) -> int:
             arch=arguments.arch,
         )
     )
+    progress.clear()
+    print(text)
     return 0
 
 
 def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
     from . import build, load
+    from .prompts import read_prompts
 
+    if not arguments.prompt:
+        raise ValueError("--prompt: the prompt is empty")
     model = load(arguments.model, progress=progress)
     prompt: Any = arguments.prompt
     if arguments.chat:
@@ -93,6 +107,15 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
         # Ids and not text: the template writes the special tokens that tokenizing its text would add again.
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         prompt = model.tokenizer.apply_chat_template(messages, **options)
+    # Checked here too, before a build that may take half a minute.
+    rows = read_prompts(
+        prompt,
+        tokenizer=model.tokenizer,
+        vocab_size=model.config.vocab_size,
+        batch=1,
+        max_len=arguments.max_len,
+        max_new_tokens=arguments.max_new_tokens,
+    ).rows
     progress("building, compiles prefill and decode" if not arguments.no_compile else "building", 0, 0)
     program = build(
         model,
@@ -106,9 +129,9 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
     from transformers import TextStreamer
 
     if not arguments.chat:
-        print(prompt, end="", flush=True)
+        print(arguments.prompt, end="", flush=True)
     streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    result = program.generate(prompt, max_new_tokens=arguments.max_new_tokens, streamer=streamer)
+    result = program.generate(rows, max_new_tokens=arguments.max_new_tokens, streamer=streamer)
     print(result.timings, file=sys.stderr)
     return 0
 

@@ -54,6 +54,9 @@ class Phase:
         self._module = module
         return dynamo.inductor(module, inputs)
 
+    def __repr__(self) -> str:
+        return f"{self.name}, compiled {self.compiles} times\n{self.graph}"
+
     @property
     def graph(self) -> Graph:
         """The Dynamo-level graph as it was compiled, kernels in place; without compiling, as planned."""

@@ -144,9 +144,7 @@ def _check(rows: list[list[int]], vocab_size: int, batch: int, max_len: int, max
         if len(row) + max_new_tokens > max_len:
             new = f" and max_new_tokens={max_new_tokens}" if max_new_tokens else ""
             need = len(row) + max_new_tokens
-            raise ValueError(
-                f"prompts[{i}]: {len(row)} tokens{new} exceed max_len={max_len}\n    fix: build(max_len={need})"
-            )
+            raise ValueError(f"prompts[{i}]: {len(row)} tokens{new} exceed max_len={max_len}\n    fix: max_len={need}")
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:

@@ -195,7 +195,7 @@ class _Reader:
         return [*blocks, PlanBlock("after the layers", 1, tuple(after))]
 
     def row(self, node: fx.Node, inputs: Mapping[fx.Node, str]) -> PlanRow | None:
-        """A primitive, the embedding or a cache write; None for what the compiler fuses with them."""
+        """A primitive, a cache write or what else reads a parameter; None for what the compiler fuses with them."""
         name = primitive_name(node)
         results = results_of(node)
         value = dynamo.value_of(results[0])
@@ -215,6 +215,11 @@ class _Reader:
             written = source.args[2] if source.target == "index_put" else source
             shape = shape_text(dynamo.value_of(written)) if isinstance(written, fx.Node) else ""
             return PlanRow(inputs[into], "write", shape, 0, 0, "compiler", True)
+        weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
+        if weights and dynamo.region_of(node) is None and node.op != "output":
+            op = node.target if isinstance(node.target, str) else node.target.__name__
+            read = sum(_bytes(dynamo.value_of(n)) for n in weights)
+            return PlanRow(names, op, shape_text(value), read, 0, "compiler", True)
         return None
 
 

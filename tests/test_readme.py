@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,13 @@ import torch
 from meshfn import functional as F
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_a_layer_of_your_own():
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    found = {"torch": torch, "F": F}
+    exec(code, found)
+    assert isinstance(found["params"], F.Attention)
 
 
 def test_the_error_is_as_shown():

@@ -124,3 +124,38 @@ attention(x=...): D is 24 in the config but 20 in x
         F.AttentionConfig(hidden_size=8, num_attention_heads=6, num_key_value_heads=4, head_dim=2)
     with pytest.raises(ValueError, match=r"head_dim=...\): a positive integer is needed, not True"):
         F.AttentionConfig(hidden_size=8, num_attention_heads=6, num_key_value_heads=3, head_dim=True)
+
+
+def test_params_and_config_must_ask_for_the_same():
+    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+    cfg = F.AttentionConfig(**sizes)
+    p, x, positions = F.Attention.init(cfg, 0), torch.ones(1, 3, 24), torch.arange(3)[None]
+    texts = []
+    for more in ({"norm": F.NormConfig()}, {"qkv_bias": True}, {"sinks": True}, {"num_key_value_heads": 3}):
+        other = F.AttentionConfig(**{**sizes, **more})
+        for params, config in ((p, other), (F.Attention.init(other, 0), cfg)):
+            with pytest.raises(ValueError, match="attention") as error:
+                F.attention(params, x, config, positions=positions)
+            texts.append(str(error.value))
+    with pytest.raises(F.ShapeError) as error:
+        F.attention(p, x, cfg, positions=positions[0])
+    with pytest.raises(TypeError, match="an integer is needed, not Generator"):
+        F.Attention.init(cfg, torch.Generator())
+    assert_expected_inline(
+        "\n\n".join([*texts[:2], *texts[-2:], str(error.value)]),
+        """\
+attention: the config says norm=NormConfig(eps=1e-05, zero_centered=False, scale_in_fp32=False), but Attention lacks .norm
+    fix: Attention.init(cfg, seed) makes what the config asks for
+
+attention: the config says norm=None, but Attention has .norm
+    fix: Attention.init(cfg, seed) makes what the config asks for
+
+attention: the weights have 6 query and 2 key/value heads, the config 6 and 3
+
+attention: the weights have 6 query and 3 key/value heads, the config 6 and 2
+
+attention(positions=...): 2 dimensions are needed, but it has 1
+    positions: B S = 3
+    so far: D=24 E=4 V=4 B=1 S=3
+    fix: positions[None], the same for each row""",
+    )

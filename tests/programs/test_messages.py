@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.programs import dynamo
+from meshfn.programs.cli import main
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ..tiny import llama
@@ -67,7 +68,7 @@ prompts[1][1]: token id 97 is outside the vocabulary of 97
 prompts[0][0]: token id -1 is outside the vocabulary of 97
 
 prompts[0]: 50 tokens and max_new_tokens=21 exceed max_len=70
-    fix: build(max_len=71)
+    fix: max_len=71
 
 prompts: 4 rows, but the program was built for batch=3
 
@@ -147,7 +148,7 @@ build(device="cuda"): no CUDA device is available
 build(device="meta"): nothing runs there
     fix: programs.plan(model) prints the plan
 
-build(device="xyz"): no such device
+device="xyz": no such device
 
 kernels: a programs.Kernel is needed, not int
 
@@ -289,6 +290,50 @@ def test_one_call_at_a_time(eager):
 this program is in use by another call, and has one cache
     fix: build a second one""",
     )
+
+
+def test_command_line_checks_before_it_builds(capsys, monkeypatch, tiny):
+    """Whatever is wrong with the arguments is said before weights are read, or at least before anything compiles."""
+    monkeypatch.setattr(programs, "build", None)
+    monkeypatch.setattr(programs, "load", lambda source, **given: tiny.model)
+    found = []
+    for more in (["--max-new-tokens", "0"], ["--max-len", "x"]):
+        with pytest.raises(SystemExit):
+            main(["generate", "--model", "m", "--prompt", "p", *more])
+        found.append(capsys.readouterr().err.splitlines()[-1])
+    for command in (
+        ["generate", "--model", "m", "--prompt", ""],
+        ["generate", "--model", "m", "--prompt", "p"],
+        ["generate", "--model", "m", "--prompt", "p", "--chat"],
+        ["plan", "--model", "m", "--device", "xyz"],
+        ["plan", "--model", "m", "--device", "cuda", "--arch", "banana"],
+    ):
+        assert main(command) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        found.append(err.strip())
+    assert_expected_inline(
+        "\n".join(found),
+        """\
+python -m meshfn generate: error: argument --max-new-tokens: a positive integer is needed, not 0
+python -m meshfn generate: error: argument --max-len: invalid _count value: 'x'
+error: --prompt: the prompt is empty
+error: prompts: strings need a tokenizer, and this model has none
+    fix: pass lists of token ids
+error: --chat: the tokenizer of LlamaForCausalLM has no chat template
+error: device="xyz": no such device
+error: plan(arch="banana"): an architecture such as "sm_90" is needed""",
+    )
+
+
+def test_ctrl_c_leaves_no_mess(capsys, monkeypatch):
+    def interrupted(source, **given):
+        given["progress"]("loading weights", 1, 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs, "load", interrupted)
+    assert main(["generate", "--model", "m", "--prompt", "p"]) == 130
+    assert capsys.readouterr() == ("", "\nstopped\n")
 
 
 def test_command_line_says_it_in_one_line():
