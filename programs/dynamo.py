@@ -6,6 +6,8 @@ there and loudly.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sysconfig
 import types
 from collections.abc import Callable, Sequence
@@ -62,12 +64,19 @@ def capture(fn: Callable[..., Any], *args: Any) -> fx.GraphModule:
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         found.append(graph)
-        return graph.forward
+        return stop
 
-    with torch.no_grad():
+    def stop(*_: Any) -> Any:
+        raise _CapturedError
+
+    with torch.no_grad(), contextlib.suppress(_CapturedError):
         compile_with(fn, backend)(*args)
     (graph,) = found
     return graph
+
+
+class _CapturedError(Exception):
+    """Ends a call whose graph is all that was wanted."""
 
 
 def dynamic_size(t: Tensor, dim: int, *, max: int) -> Tensor:
@@ -78,13 +87,17 @@ def dynamic_size(t: Tensor, dim: int, *, max: int) -> Tensor:
     return t
 
 
-def region(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+def region(fn: Callable[..., Any], name: str, key: Callable[..., int]) -> Callable[..., Any]:
     """A function that is compiled once and called many times within one graph, under a name of its own.
 
+    key: from the arguments to an integer; calls with equal keys must differ in nothing that a graph depends on. Dynamo
+    would find that out by itself, by 300 guards a call, which cost more than all else in tracing a layer.
     Dynamo takes two regions with equal code for one, whatever their closures hold; the name makes the code differ.
     A region may not read `.T` of an argument (torch 2.13 lifts the attribute out of the region and then fails).
     """
-    marked: Callable[..., Any] = torch.compiler.nested_compile_region(_copy(fn, name))
+    mark: Callable[..., Any] = torch.compiler.nested_compile_region
+    known = "reuse_hash_fn" in inspect.signature(mark).parameters  # from torch 2.13 on
+    marked: Callable[..., Any] = mark(_copy(fn, name), **({"reuse_hash_fn": key} if known else {}))
     return marked
 
 

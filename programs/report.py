@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,25 +174,34 @@ class _Reader:
         self.graph, self.target, self.kernels, self.slots = graph, target, kernels, slots
 
     def blocks(self) -> list[PlanBlock]:
-        """Nodes before, in and after the layers; layers of one kind are one block."""
-        before: list[PlanRow] = []
-        after: list[PlanRow] = []
-        calls: list[fx.GraphModule] = []
+        """Nodes before, in and after the layers; layers of one kind are one block. A kind of a single layer is no
+        region: Dynamo writes it out, and its nodes are told by the layer whose leaves they read."""
         names = self.graph.input_names()
+        found: dict[Any, tuple[list[int], list[PlanRow]]] = {}
+        here: Any = "before"
         for node in live_nodes(self.graph.module):
             called = dynamo.region_of(node)
             if called is not None:
-                calls.append(called[0])
-            elif (row := self.row(node, names)) is not None:
-                (after if calls else before).append(row)
-        blocks = [PlanBlock("before the layers", 1, tuple(before))]
-        for body, arguments in self.graph.regions().items():
-            inner = self.graph.region_names(body)
-            rows = [row for node in live_nodes(body) if (row := self.row(node, inner)) is not None]
-            where = _ranges([i for i, each in enumerate(calls) if each is body])
-            title = f"layers[{where}] x{len(arguments)}" if len(arguments) > 1 else f"layers[{where}]"
-            blocks.append(PlanBlock(title, len(arguments), tuple(rows)))
-        return [*blocks, PlanBlock("after the layers", 1, tuple(after))]
+                here, (body, arguments) = "after", called
+                if body not in found:
+                    found[body] = [], self.rows(body, self.graph.region_names(body))
+                found[body][0].append(_layer_index(arguments, names) or 0)
+            elif node.op not in ("placeholder", "output"):
+                layer = _layer_index(node.all_input_nodes, names)
+                read_otherwise = any(names.get(n, "").startswith("params.") for n in node.all_input_nodes)
+                here = layer if layer is not None else "after" if read_otherwise and here != "before" else here
+                if (row := self.row(node, names)) is not None:
+                    found.setdefault(here, ([] if isinstance(here, str) else [here], []))[1].append(row)
+        titles = {"before": "before the layers", "after": "after the layers"}
+        blocks = []
+        for key, (layers, rows) in found.items():
+            count = len(layers)
+            title = titles.get(key) or f"layers[{_ranges(layers)}]" + (f" x{count}" if count > 1 else "")
+            blocks.append(PlanBlock(title, max(count, 1), tuple(rows)))
+        return sorted(blocks, key=lambda block: block.title == titles["after"])
+
+    def rows(self, body: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[PlanRow]:
+        return [row for node in live_nodes(body) if (row := self.row(node, names)) is not None]
 
     def row(self, node: fx.Node, inputs: Mapping[fx.Node, str]) -> PlanRow | None:
         """A primitive, a cache write or what else reads a parameter; None for what the compiler fuses with them."""
@@ -214,13 +223,22 @@ class _Reader:
             assert isinstance(source, fx.Node)
             written = source.args[2] if source.target == "index_put" else source
             shape = shape_text(dynamo.value_of(written)) if isinstance(written, fx.Node) else ""
-            return PlanRow(inputs[into], "write", shape, 0, 0, "compiler", True)
+            return PlanRow(re.sub(r"^cache\[\d+\]", "cache", inputs[into]), "write", shape, 0, 0, "compiler", True)
         weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
         if weights and dynamo.region_of(node) is None and node.op != "output":
             op = node.target if isinstance(node.target, str) else node.target.__name__
             read = sum(_bytes(dynamo.value_of(n)) for n in weights)
             return PlanRow(names, op, shape_text(value), read, 0, "compiler", True)
         return None
+
+
+def _layer_index(nodes: Iterable[Any], names: Mapping[fx.Node, str]) -> int | None:
+    """The layer whose parameters or cache are among graph inputs; None where none is."""
+    for node in nodes:
+        match = re.match(r"(?:params\.layers|cache)\[(\d+)\]", names.get(node, ""))
+        if match is not None:
+            return int(match[1])
+    return None
 
 
 def _ranges(indices: list[int]) -> str:

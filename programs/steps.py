@@ -66,7 +66,7 @@ def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callabl
     """
     regions: list[tuple[F.LayerConfig, Callable[..., Tensor]]] = []
     for i, kind in enumerate(dict.fromkeys(cfg.layers)):
-        regions.append((kind, region(_layer_of_tensors(kind, core), f"layer_{i}")))
+        regions.append((kind, region(_layer_of_tensors(kind, core), f"layer_{i}", _strides_key)))
 
     def layer(params: Leaves, x: Tensor, cfg: F.LayerConfig, **given: Any) -> tuple[Tensor, F.KVCache | None]:
         (run,) = [run for kind, run in regions if kind is cfg]
@@ -91,6 +91,17 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
         return x
 
     return run
+
+
+def _strides_key(*tensors: Tensor) -> int:
+    """Layers of a kind have equal shapes and a program one dtype, so their graphs differ by strides alone."""
+    key = 0
+    # `read` comes last and is left out: its size is dynamic, and it is the same for all layers. By index, since a tensor
+    # stored under a name would take that name in the graph.
+    for i in range(len(tensors) - 1):
+        for stride in tensors[i].stride():
+            key = (31 * key + stride) % 1_000_003
+    return key
 
 
 def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:

@@ -7,7 +7,10 @@ from meshfn.programs import dynamo
 
 
 def test_captures_a_graph_with_sources_and_regions():
-    body = dynamo.region(lambda x, w: torch.nn.functional.linear(x, w).relu(), "body")
+    def key(x, w):
+        return x.stride(0)
+
+    body = dynamo.region(lambda x, w: torch.nn.functional.linear(x, w).relu(), "body", key)
 
     def fn(params, x):
         for w in params["weights"]:
@@ -80,6 +83,6 @@ def test_regions_of_one_code_and_other_closures_stay_apart():
     def make(k):
         return lambda x: x * k
 
-    two, three = dynamo.region(make(2.0), "two"), dynamo.region(make(3.0), "three")
+    two, three = (dynamo.region(make(k), name, lambda x: 0) for k, name in ((2.0, "two"), (3.0, "three")))
     compiled = dynamo.compile_with(lambda x: three(two(two(x))), lambda graph, inputs: graph.forward)
     assert float(compiled(torch.ones(()))) == 12.0

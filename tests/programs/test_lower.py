@@ -124,3 +124,19 @@ def test_a_kernel_sees_weights_as_they_lie(monkeypatch):
 def test_a_plain_function_is_no_kernel():
     with pytest.raises(TypeError, match=r"op must be an operator of torch\.ops, not function"):
         programs.Kernel("plain", "gated_mlp", F.gated_mlp)
+
+
+def test_one_layer_that_lies_otherwise_has_its_own_region(monkeypatch):
+    """Layers of one kind, the second with a transposed weight: another graph, and the tokens of transformers."""
+    monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+    module = llama(layers=3)
+    gate = module.model.layers[1].mlp.gate_proj
+    gate.weight = torch.nn.Parameter(gate.weight.detach().T.contiguous().T)
+    program = programs.build(ours(module), max_len=16, chunk=4)
+    titles = [block.title for block in program.plan.phases["decode"].blocks]
+    assert titles == ["before the layers", "layers[0,2] x2", "layers[1]", "after the layers"]
+    assert [row.op for row in program.plan.phases["decode"].blocks[2].rows][:2] == ["norm_linear", "apply_rope"]
+    rows = [len(block.rows) for block in program.plan.phases["decode"].blocks]
+    assert rows == [1, 9, 9, 2]
+    expected = module.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)[0, 3:].tolist()
+    assert program.generate([[1, 2, 3]], max_new_tokens=5).tokens == [expected]
