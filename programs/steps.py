@@ -96,8 +96,8 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
 def _strides_key(*tensors: Tensor) -> int:
     """Layers of a kind have equal shapes and a program one dtype, so their graphs differ by strides alone."""
     key = 0
-    # `read` comes last and is left out: its size is dynamic, and it is the same for all layers. By index, since a tensor
-    # stored under a name would take that name in the graph.
+    # `read` comes last and is left out: its size is dynamic, and it is the same for all layers.
+    # By index, since a tensor stored under a name would take that name in the graph.
     for i in range(len(tensors) - 1):
         for stride in tensors[i].stride():
             key = (31 * key + stride) % 1_000_003
