@@ -259,7 +259,9 @@ def check(tree: Any, expected: Any, *, what: str = "params") -> None:
 def check_presence(function: str, params: Tree, cfg: Any) -> None:
     """Raise `TreeError` where the params have an optional part that the config does not ask for, or lack one."""
     for name, attribute in params._optional:
-        asked, there = bool(getattr(cfg, attribute)), getattr(params, name) is not None
+        # not bool(...), which Dynamo of torch 2.11 cannot trace on a config
+        asked = getattr(cfg, attribute) is not None and getattr(cfg, attribute) is not False
+        there = getattr(params, name) is not None
         if asked != there:
             has = f"has .{name}" if there else f"lacks .{name}"
             name = type(params).__name__

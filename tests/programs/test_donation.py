@@ -9,7 +9,9 @@ from ..tiny import llama, ours
 
 
 def largest_allocation(fn) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True, profile_memory=True
+    ) as profile:
         fn()
     return max(e.cpu_memory_usage for e in profile.events())
 

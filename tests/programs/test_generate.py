@@ -118,7 +118,7 @@ def test_no_end_token_no_check(tiny):
     """Whether rows have ended is read from the device once in 16 steps, and never where no token ends them."""
 
     def reads(**options):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             tiny.program.generate([ROWS[0]], max_new_tokens=40, **options)
         return sum(event.count for event in profile.key_averages() if event.key == "aten::is_nonzero")
 
