@@ -139,6 +139,8 @@ class Program:
 
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache."""
+        if self.kernels:
+            _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
         with self._alone():
             start = now(self.device)
             for path, leaf in tree.paths(self._params).items():
