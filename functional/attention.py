@@ -113,7 +113,7 @@ def attention(
     mask: boolean, `S T` or `B|1 H|1 S T`. segment_ids: `B S`, the packed document of each token; not with a cache.
     cache: keys and values of the tokens before; the new ones are written at `positions`. read: see `cache_update`.
     wire: carries the edges `attention.edges` between the stages. core: see `dot_product_attention`.
-    Raises `ShapeError` naming the argument.
+    Raises `ShapeError` naming the argument, `TreeError` where params and config ask for different parts.
     """
     check_presence("attention", params, cfg)
     widths = {letter: cfg.sizes[letter] for letter in "DEV"}  # H and K are the rank's own, as its weights have them

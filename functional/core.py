@@ -145,6 +145,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
     kv_index: Tensor | None = None,
+    head_offset: int | None = None,
+    local_heads: int | None = None,
 ) -> Tensor:
     """`dot_product_attention` for a few queries against a long cache: positions are always given, documents are not
     packed, all else is the same.

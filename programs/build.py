@@ -36,7 +36,8 @@ def build(
 
     batch: rows at most. max_len: tokens a row at most, prompt and new ones. chunk: tokens of a prompt that one prefill
     call takes. dtype, device: the model's unless given; weights that must be converted are copied once and refreshed
-    in place before each use. strict: a primitive without a kernel is an error that lists them all.
+    in place before each use. strict: a primitive without a kernel is an error that lists them all (those of `score` at
+    its first use).
     compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning.
     kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
     """
@@ -52,7 +53,7 @@ def build(
         compile = False
     if kernels and not compile:
         raise ValueError("build(kernels=...): kernels are put into compiled graphs\n    fix: compile=True")
-    program = Program(model, sizes, place, dtype, tuple(kernels), compile)
+    program = Program(model, sizes, place, dtype, tuple(kernels), strict, compile)
     if strict and (left := [f"{name} {line}" for name, p in program.plan.phases.items() for line in p.left]):
         raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
     program.warm_up()

@@ -47,7 +47,9 @@ class Phase:
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compiles += 1
         left = lower(module, self._program.target, self._program.kernels)
-        planned = self._program.left(self.name)
+        if self._program.strict and left:
+            raise ValueError(f"build(strict=True): no kernel in {self.name} for\n    " + "\n    ".join(left))
+        planned = self._program.planned_left(self.name)
         if planned is not None and left != planned:
             text = "\n    ".join(sorted(set(left) ^ set(planned)))
             raise RuntimeError(f"{self.name}: other kernels than planned\n    {text}")
@@ -79,9 +81,10 @@ class Program:
         device: torch.device,
         dtype: torch.dtype,
         kernels: tuple[Kernel, ...],
+        strict: bool,
         compiled: bool,
     ) -> None:
-        self.model, self.sizes, self.compiled = model, sizes, compiled
+        self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.device, self.dtype = device, dtype
         self.target = Target(device.type, dtype, _arch(device))
         self.kernels = with_table(self.target, kernels)
@@ -108,7 +111,7 @@ class Program:
             self._plan = make_plan(self.model, self.target, self.sizes, self.kernels, self.compiled)
         return self._plan
 
-    def left(self, phase: str) -> list[str] | None:
+    def planned_left(self, phase: str) -> list[str] | None:
         """The planned list of primitives without a kernel; None where no plan was needed, since no kernel is known."""
         return self.plan.phases[phase].left if self.kernels and phase in self.plan.phases else None
 

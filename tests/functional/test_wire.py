@@ -177,5 +177,8 @@ def test_kv_index_and_heads_reach_the_core():
 
     out, _ = F.attention(params, x, cfg, positions=torch.arange(3)[None], wire=Dealt([]), core=core)
     assert (told["head_offset"], told["local_heads"]) == (2, 4)
+    positions, cache = torch.arange(3)[None], F.empty_caches([cfg], 1, 4, dtype=torch.float32)[0]
+    given = {"positions": positions, "cache": cache, "wire": Dealt([]), "core": F.decode_attention}
+    torch.testing.assert_close(F.attention(params, x, cfg, **given)[0], out)
     swapped = F.tree.replace(params, {".k": params.k.roll(4, 0), ".v": params.v.roll(4, 0)})
     torch.testing.assert_close(out, F.attention(swapped, x, cfg, positions=torch.arange(3)[None])[0])

@@ -140,3 +140,15 @@ def test_one_layer_that_lies_otherwise_has_its_own_region(monkeypatch):
     assert rows == [1, 9, 9, 2]
     expected = module.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)[0, 3:].tolist()
     assert program.generate([[1, 2, 3]], max_new_tokens=5).tokens == [expected]
+
+
+def test_strict_holds_for_score_too(monkeypatch):
+    """Its graph is compiled at its first use, long after the others were checked."""
+    monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+    program = programs.build(ours(llama()), max_len=16, chunk=4, kernels=[KERNEL])
+    program.strict = True
+    with pytest.raises(Exception, match="no kernel in score for") as error:
+        program.score([[1, 2, 3]])
+    assert "h_BSF (gated_mlp): compiler (test_gated: S is 4, not 1)" in str(error.value)
+    program.strict = False
+    assert len(program.score([[1, 2, 3]])[0]) == 2
