@@ -4,10 +4,21 @@ from . import shapes, tree, wire
 from .attention import Attention, AttentionConfig, attention
 from .cache import KVCache, cache_update, empty_caches
 from .core import decode_attention, dot_product_attention
-from .decoder import Decoder, DecoderConfig, Layer, LayerConfig, backbone, decoder, final_norm, layer, logits
+from .decoder import (
+    Decoder,
+    DecoderConfig,
+    Layer,
+    LayerConfig,
+    backbone,
+    causal_lm_loss,
+    decoder,
+    final_norm,
+    layer,
+    logits,
+)
 from .loss import cross_entropy
-from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp
-from .norm import Norm, NormConfig, linear, norm_linear, rms_norm
+from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
+from .norm import HeadNorm, Norm, NormConfig, layer_norm, linear, norm_linear, normalize, rms_norm
 from .rope import RopeConfig, apply_rope, rope_tables
 from .sampling import greedy, sample_advance
 from .shapes import ShapeError
@@ -20,6 +31,7 @@ __all__ = [
     "AttentionConfig",
     "Decoder",
     "DecoderConfig",
+    "HeadNorm",
     "KVCache",
     "Layer",
     "LayerConfig",
@@ -33,6 +45,7 @@ __all__ = [
     "attention",
     "backbone",
     "cache_update",
+    "causal_lm_loss",
     "cross_entropy",
     "decode_attention",
     "decoder",
@@ -42,10 +55,13 @@ __all__ = [
     "gated_mlp",
     "greedy",
     "layer",
+    "layer_norm",
     "linear",
     "logits",
     "mlp",
     "norm_linear",
+    "normalize",
+    "plain_mlp",
     "rms_norm",
     "rope_tables",
     "sample_advance",

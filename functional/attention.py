@@ -1,11 +1,15 @@
 """Attention of a decoder layer: project, turn, attend, project out.
 
-    q, k, v = norm(x) Wq, norm(x) Wk, norm(x) Wv;   q, k = rope(q), rope(k);   out = core(q, k, v) Wo
+    q, k, v = norm(x) Wq, norm(x) Wk, norm(x) Wv;   q, k = rope(norm(q)), rope(norm(k))
+    out = norm((core(q, k, v) * sigmoid(gate)) Wo)
 
-MHA, GQA (Ainslie et al. 2023, arXiv:2305.13245) and MQA by the number of key/value heads.
+MHA, GQA (Ainslie et al. 2023, arXiv:2305.13245) and MQA by the number of key/value heads. Every norm is optional: in
+front, of queries and keys (Dehghani et al. 2023, arXiv:2302.05442), behind; so is the gate (Qiu et al. 2025,
+arXiv:2505.06708).
 
 Letters: B batch, S query tokens, T key tokens, D model width, H query heads, K key/value heads, G query heads per
-key/value head (H = K G), E key width, V value width. A query head follows its key/value head in every weight.
+key/value head (H = K G), E key width, V value width, R rotary width, A=2 (query, gate). A query head follows its
+key/value head in every weight.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from torch import Tensor
 
 from .cache import KVCache, cache_update
 from .core import dot_product_attention
-from .norm import Norm, NormConfig, linear, norm_linear
+from .dropout import check_rate, refuse_dropout
+from .norm import HeadNorm, Norm, NormConfig, linear, norm_in_front, norm_linear, normalize
 from .rope import RopeConfig, apply_rope, rope_tables
 from .shapes import ShapeError, check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
@@ -29,8 +34,14 @@ __all__ = ["Attention", "AttentionConfig", "attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Names as in transformers' configs. norm: the norm in front, None where x comes normalised. rope: None for a
-    layer without positions (NoPE). v_head_dim: head_dim unless given. sinks: a learnt score a head, see the core."""
+    """Names as in transformers' configs. v_head_dim: head_dim unless given.
+
+    norm: in front, None where x comes normalised. post_norm: behind. qk_norm: of each head of queries and keys, or with
+    qk_norm_wide of all heads at once (OLMo 2). rope: None for a layer without positions (NoPE). window: how many tokens
+    a query sees, its own included. sinks: a learnt score a head, see the core. output_gate: heads are multiplied by the
+    sigmoid of a gate, whose rows follow the query's within each head of `q_gate` (Qwen3-Next).
+    attention_dropout: never computed, see `dropout`.
+    """
 
     hidden_size: int
     num_attention_heads: int
@@ -40,12 +51,17 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     norm: NormConfig | None = None
+    post_norm: NormConfig | None = None
+    qk_norm: NormConfig | None = None
+    qk_norm_wide: bool = False
+    output_gate: bool = False
     rope: RopeConfig | None = None
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
     softmax_scale: float | None = None
+    attention_dropout: float = 0.0
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -57,18 +73,43 @@ class AttentionConfig:
             raise ValueError(
                 f"AttentionConfig: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
             )
+        check_rate("AttentionConfig", attention_dropout=self.attention_dropout)
+        if self.rope is not None:
+            self.rope.rotary_width(self.head_dim)
+        if self.output_gate and self.qkv_bias:
+            raise ValueError("AttentionConfig: qkv_bias with output_gate; no family has both")
+        if self.output_gate and self.v_head_dim not in (None, self.head_dim):
+            raise ValueError(f"AttentionConfig: output_gate with v_head_dim={self.v_head_dim} other than head_dim")
+        if self.qk_norm_wide and (self.qk_norm is None or self.qk_norm.norm_type != "rms_norm"):
+            raise ValueError("AttentionConfig(qk_norm_wide=True): qk_norm must be an RMSNorm")
+
+    @property
+    def plain_q(self) -> bool:
+        return not self.output_gate
+
+    @property
+    def q_norm(self) -> NormConfig | None:
+        return None if self.qk_norm_wide else self.qk_norm
+
+    k_norm = q_norm
 
     @property
     def sizes(self) -> dict[str, int]:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        widths = {"E": self.head_dim, "V": self.v_head_dim or self.head_dim}
+        widths = {"E": self.head_dim, "V": self.v_head_dim or self.head_dim, **({"A": 2} if self.output_gate else {})}
         return {"D": self.hidden_size, "H": heads, "K": kv_heads, "G": heads // kv_heads, **widths}
+
+
+def _one(cfg: AttentionConfig) -> float:
+    """The weight of a wide norm that changes no scale."""
+    return 0.0 if cfg.qk_norm is not None and cfg.qk_norm.zero_centered else 1.0
 
 
 @pytree
 class Attention(Tree):
     norm: Norm | None = None
-    q: Tensor = dim("((K/tp G) E) D")
+    q: Tensor | None = dim("((K/tp G) E) D", when="plain_q")
+    q_gate: Tensor | None = dim("((K/tp G) A E) D", when="output_gate")
     k: Tensor = dim("(K/tp E) D")
     v: Tensor = dim("(K/tp V) D")
     o: Tensor = dim("D ((K/tp G) V)")
@@ -76,7 +117,12 @@ class Attention(Tree):
     k_bias: Tensor | None = dim("(K/tp E)", when="qkv_bias", initial=0.0)
     v_bias: Tensor | None = dim("(K/tp V)", when="qkv_bias", initial=0.0)
     o_bias: Tensor | None = dim("D", when="o_bias", initial=0.0)
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+    q_norm_wide: Tensor | None = dim("((K/tp G) E)", when="qk_norm_wide", initial=_one)
+    k_norm_wide: Tensor | None = dim("(K/tp E)", when="qk_norm_wide", initial=_one)
     sinks: Tensor | None = dim("(K/tp G)", when="sinks", initial=0.0)
+    post_norm: Norm | None = None
 
 
 @edges(
@@ -109,20 +155,24 @@ def attention(
 ) -> tuple[Tensor, KVCache | None]:
     """x `B S D`, positions `B|1 S` (-1: padding) -> out `B S D`, and the new cache (None without one).
 
-    rope: cos and sin `B|1 S E/2`, computed from `positions` unless given.
+    rope: cos and sin `B|1 S R/2`, computed from `positions` unless given.
     mask: boolean, `S T` or `B|1 H|1 S T`. segment_ids: `B S`, the packed document of each token; not with a cache.
     cache: keys and values of the tokens before; the new ones are written at `positions`. read: see `cache_update`.
     wire: carries the edges `attention.edges` between the stages. core: see `dot_product_attention`.
     Raises `ShapeError` naming the argument, `TreeError` where params and config ask for different parts.
     """
     check_presence("attention", params, cfg)
-    widths = {letter: cfg.sizes[letter] for letter in "DEV"}  # H and K are the rank's own, as its weights have them
+    refuse_dropout("attention", "attention_dropout", cfg.attention_dropout, x, params)
+    widths = {
+        letter: n for letter, n in cfg.sizes.items() if letter in "DEVA"
+    }  # H and K are the rank's own, as its weights have them
     sizes = check_shapes(
         "attention",
         widths,
         x=(x, "B S D"),
         positions=(positions, "B? S"),
         q=(params.q, "(H E) D"),
+        q_gate=(params.q_gate, "(H A E) D"),
         k=(params.k, "(K E) D"),
         v=(params.v, "(K V) D"),
         o=(params.o, "D (H V)"),
@@ -135,9 +185,14 @@ def attention(
         )
     if cache is not None and segment_ids is not None:
         raise ValueError("attention: segment_ids with a cache\n    fix: give each document a row of the cache")
-    q_BSHE, k_BSKE, v_BSKV = project_qkv(params, wire.pass_(x=x), cfg)
+    q_BSHE, k_BSKE, v_BSKV, gate = project_qkv(params, wire.pass_(x=x), cfg)
     if cfg.rope is not None:
         cos, sin = rope_tables(positions, cfg.rope, cfg.head_dim, x.dtype) if rope is None else rope
+        if 2 * cos.shape[-1] != cfg.rope.rotary_width(cfg.head_dim):
+            raise ShapeError(
+                f"attention(rope=...): tables of R={2 * cos.shape[-1]}, the config has "
+                f"R={cfg.rope.rotary_width(cfg.head_dim)}"
+            )
         k_BSKE = apply_rope(k_BSKE, cos, sin, interleaved=cfg.rope.interleaved)
     positions = positions.expand(x.shape[:2])
 
@@ -148,7 +203,7 @@ def attention(
         sent, q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask, sinks=params.sinks
     )
     if cache is not None:
-        cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, read)
+        cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, read, window=cfg.window)
     heads = wire.heads(H=cfg.num_attention_heads, K=cfg.num_key_value_heads)
     # A core is told what there is to tell, so that a plain one (SDPA in a lambda) can serve a plain layer.
     told: dict[str, Any] = {
@@ -165,20 +220,35 @@ def attention(
     told = {name: value for name, value in told.items() if value is not None}
     o_BSHV = core(q_BSHE, k_BTKE, v_BTKV, causal=cfg.causal, q_positions=q_positions, k_positions=k_positions, **told)
     o_BSHV = wire.pass_(o=o_BSHV)
+    if gate is not None:
+        o_BSHV = o_BSHV * gate.sigmoid()
     out_BSD = wire.pass_(out=linear(o_BSHV.flatten(2), params.o))
-    # The bias comes after the edge, which may be a sum over ranks.
-    return out_BSD if params.o_bias is None else out_BSD + params.o_bias, cache
+    # Bias and norm come after the edge, which may be a sum over ranks.
+    if params.o_bias is not None:
+        out_BSD = out_BSD + params.o_bias
+    if params.post_norm is not None and cfg.post_norm is not None:
+        out_BSD = normalize(out_BSD, params.post_norm.weight, params.post_norm.bias, **cfg.post_norm.options)
+    return out_BSD, cache
 
 
-def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """x `B S D` -> q `B S H E`, k `B S K E`, v `B S K V`: norm and projections; heads as many as the weights have."""
-    norm_weight = None if params.norm is None else params.norm.weight
-    q, k, v = norm_linear(
-        x,
-        norm_weight,
-        [params.q, params.k, params.v],
-        [params.q_bias, params.k_bias, params.v_bias],
-        **({} if cfg.norm is None else cfg.norm.options),
-    )
-    value_width = cfg.v_head_dim or cfg.head_dim
-    return q.unflatten(-1, (-1, cfg.head_dim)), k.unflatten(-1, (-1, cfg.head_dim)), v.unflatten(-1, (-1, value_width))
+def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """x `B S D` -> q `B S H E`, k `B S K E`, v `B S K V`, gate `B S H E` or None: the norm in front, projections, norms
+    of queries and keys; heads as many as the weights have."""
+    query = params.q if params.q_gate is None else params.q_gate
+    assert query is not None  # check_presence has seen that one of them is there
+    norm_weight, options = norm_in_front(params.norm, cfg.norm)
+    weights, biases = [query, params.k, params.v], [params.q_bias, params.k_bias, params.v_bias]
+    q, k, v = norm_linear(x, norm_weight, weights, biases, **options)
+    if params.q_norm_wide is not None and params.k_norm_wide is not None and cfg.qk_norm is not None:
+        q = normalize(q, params.q_norm_wide, **cfg.qk_norm.options)
+        k = normalize(k, params.k_norm_wide, **cfg.qk_norm.options)
+    gate = None
+    if params.q_gate is None:
+        q = q.unflatten(-1, (-1, cfg.head_dim))
+    else:
+        q, gate = q.unflatten(-1, (-1, 2, cfg.head_dim)).unbind(-2)
+    k = k.unflatten(-1, (-1, cfg.head_dim))
+    if params.q_norm is not None and params.k_norm is not None and cfg.qk_norm is not None:
+        q = normalize(q, params.q_norm.weight, params.q_norm.bias, **cfg.qk_norm.options)
+        k = normalize(k, params.k_norm.weight, params.k_norm.bias, **cfg.qk_norm.options)
+    return q, k, v.unflatten(-1, (-1, cfg.v_head_dim or cfg.head_dim)), gate

@@ -1,6 +1,8 @@
 """Key/value caches as values: a function takes one and returns one.
 
-A cache has a slot for each position; slots may lie unwritten and hold anything.
+A cache has a slot for each position, or, in a layer that sees a `window` of tokens, as many slots as the window: a
+ring, in which a token takes the place of the one that the window has left behind. Slots may lie unwritten and hold
+anything.
 
 Letters: B batch, S new tokens, T slots, K key/value heads, E key width, V value width.
 """
@@ -29,15 +31,28 @@ class KVCache(Tree):
 
 
 def cache_update(
-    cache: KVCache, k: Tensor, v: Tensor, positions: Tensor, read: Tensor | None = None
+    cache: KVCache,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    read: Tensor | None = None,
+    *,
+    window: int | None = None,
 ) -> tuple[KVCache, Tensor, Tensor, Tensor]:
     """Write k `B S K E` and v `B S K V` at `positions` (`B S`: consecutive within a row; -1, anywhere, writes nothing).
 
     read: `0 .. n-1`, the slots that a query may see; all unless given.
+    window: as the layer's; a cache of at least so many slots is a ring of the first `window` of them.
     -> the new cache, and what there is to read: k `B n K E`, v `B n K V`, their positions `B n` (-1 where a slot holds
-    no token of this row). Raises `ShapeError` where the cache has fewer than S slots.
+    no token of this row). A ring that takes several tokens at once is read as it was before, with the new ones after
+    it (n is then n + S), since the last of them take the place of what the first still see.
+    Raises `ShapeError` where a cache that is no ring has fewer than S slots.
     """
     slots = cache.k.shape[1]
+    if window is not None and window <= slots:
+        if positions.shape[1] == 1:
+            return _turn_ring(cache, k, v, positions, read, window)
+        return _rewrite_ring(cache, k, v, positions, read, window)
     if positions.shape[1] > slots:
         raise ShapeError(f"cache: {slots} slots are too few for {positions.shape[1]} new tokens")
     if read is None:
@@ -52,6 +67,57 @@ def cache_update(
     k_positions = torch.where(read <= _last(positions), read, -1)
     n = read.shape[0]
     return KVCache(k=k_cache, v=v_cache), k_cache.narrow(1, 0, n), v_cache.narrow(1, 0, n), k_positions
+
+
+def _turn_ring(
+    cache: KVCache, k: Tensor, v: Tensor, positions: Tensor, read: Tensor | None, window: int
+) -> tuple[KVCache, Tensor, Tensor, Tensor]:
+    """One token a row: it is written first, since all that it sees is still there."""
+    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    write = positions % window
+    padding = (positions < 0)[..., None, None]
+    k_new = torch.where(padding, cache.k[rows, write], k.to(cache.k.dtype))
+    v_new = torch.where(padding, cache.v[rows, write], v.to(cache.v.dtype))
+    new = KVCache(k=cache.k.index_put((rows, write), k_new), v=cache.v.index_put((rows, write), v_new))
+    slots = torch.arange(window, device=positions.device) if read is None else read
+    n = slots.shape[0]
+    return new, new.k.narrow(1, 0, n), new.v.narrow(1, 0, n), _in_ring(slots, positions, window)
+
+
+def _rewrite_ring(
+    cache: KVCache, k: Tensor, v: Tensor, positions: Tensor, read: Tensor | None, window: int
+) -> tuple[KVCache, Tensor, Tensor, Tensor]:
+    """Several tokens a row, of which only the last `window` are kept."""
+    tokens = positions.shape[1]
+    k, v = k.to(cache.k.dtype), v.to(cache.v.dtype)
+    last = _last(positions)
+    before = last - (positions >= 0).sum(-1, keepdim=True)
+    slots = torch.arange(window, device=positions.device) if read is None else read
+    n = slots.shape[0]
+    k_read = torch.cat((cache.k.narrow(1, 0, n), k), 1)
+    v_read = torch.cat((cache.v.narrow(1, 0, n), v), 1)
+    k_positions = torch.cat((_in_ring(slots, before, window), positions), 1)
+    if tokens == 0:
+        return cache, k_read, v_read, k_positions
+    # For each slot the token that it takes, if any; tokens that take none meet in a slot behind the ring.
+    kept = (positions >= 0) & (positions > last - window)
+    slot = torch.where(kept, positions % window, window)
+    order = torch.arange(tokens, device=positions.device).expand_as(positions)
+    source = torch.full_like(positions[:, :1], -1).expand(-1, window + 1).scatter(1, slot, order)[:, :window]
+    take = source.clamp_min(0)[..., None, None]
+    keep = (source < 0)[..., None, None]
+
+    def write(old: Tensor, new: Tensor) -> Tensor:
+        ring = torch.where(keep, old[:, :window], new.gather(1, take.expand(-1, -1, *new.shape[2:])))
+        return torch.cat((ring, old[:, window:]), 1)
+
+    return KVCache(k=write(cache.k, k), v=write(cache.v, v)), k_read, v_read, k_positions
+
+
+def _in_ring(slots: Tensor, last: Tensor, window: int) -> Tensor:
+    """The position that each slot `n` of a ring holds when `last` `B 1` is the latest; -1 where it holds none."""
+    held = last - (last - slots) % window
+    return torch.where((held >= 0) & (last >= 0), held, -1)
 
 
 def _slots_of(positions: Tensor, slots: int) -> Tensor:
@@ -72,9 +138,13 @@ def _last(positions: Tensor) -> Tensor:
 def empty_caches(
     cfgs: Iterable[Any], batch: int, slots: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[KVCache, ...]:
-    """One cache a layer, for the attention configs of a stack, uninitialised: an unwritten slot never matters."""
+    """One cache a layer, for the attention configs of a stack, uninitialised: an unwritten slot never matters.
+
+    slots: as many as the longest row has tokens; a layer with a smaller window gets a ring of `window` slots.
+    """
 
     def allocate(leaf: Tensor) -> Tensor:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
-    return tuple(tree.map(allocate, KVCache.abstract(c, dtype=dtype, B=batch, T=slots)) for c in cfgs)
+    sizes = [(c, slots if c.window is None else min(slots, c.window)) for c in cfgs]
+    return tuple(tree.map(allocate, KVCache.abstract(c, dtype=dtype, B=batch, T=n)) for c, n in sizes)

@@ -2,14 +2,15 @@
 
     x = embed[tokens];   x += attention(x);  x += mlp(x)  (each layer);   logits = norm(x) head
 
-The stack is described by one frozen config with one entry a layer. Layers may differ.
+or, with a parallel residual, `h = norm(x);  x += attention(h) + mlp(h)` (Wang and Komatsuzaki 2021, GPT-J). The stack
+is described by one frozen config with one entry a layer. Layers may differ.
 
-Letters: B batch, S tokens, D model width, Z vocabulary, R rotary width.
+Letters: B batch, S tokens, D model width, Z vocabulary, R rotary width, M axes of a position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,34 +20,77 @@ from torch import Tensor
 from .attention import Attention, AttentionConfig, attention
 from .cache import KVCache
 from .core import dot_product_attention
+from .dropout import check_rate, refuse_dropout
+from .loss import cross_entropy
 from .mlp import MLP, MLPConfig, mlp
-from .norm import Norm, NormConfig, norm_linear, rms_norm
+from .norm import Norm, NormConfig, norm_in_front, norm_linear, normalize
 from .rope import RopeConfig, rope_tables
 from .shapes import check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
-__all__ = ["Decoder", "DecoderConfig", "Layer", "LayerConfig", "backbone", "decoder", "final_norm", "layer", "logits"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Layer",
+    "LayerConfig",
+    "backbone",
+    "causal_lm_loss",
+    "decoder",
+    "final_norm",
+    "layer",
+    "logits",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
+    """parallel_residual: attention and mlp read the same x, normalised once by `norm`. resid_pdrop: dropout, never
+    computed, see `dropout`."""
+
     attention: AttentionConfig
     mlp: MLPConfig
+    norm: NormConfig | None = None
+    parallel_residual: bool = False
+    resid_pdrop: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rate("LayerConfig", resid_pdrop=self.resid_pdrop)
+        if self.norm is not None and not self.parallel_residual:
+            raise ValueError(
+                "LayerConfig(norm=...): without parallel_residual each block has a norm of its own\n"
+                "    fix: AttentionConfig(norm=...) and MLPConfig(norm=...)"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"D": self.attention.hidden_size}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """tie_word_embeddings: the logits read the embedding; there is no head of its own."""
+    """tie_word_embeddings: the logits read the embedding; there is no head of its own. head_bias: of the logits.
+
+    embedding_multiplier: of the embedded tokens, rounded to their dtype as Gemma does. logit_scale: of the logits.
+    final_logit_softcapping: logits become `softcap * tanh(logits / softcap)`. embd_pdrop: dropout, never computed.
+    """
 
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     norm: NormConfig = field(default_factory=NormConfig)
     tie_word_embeddings: bool = False
+    head_bias: bool = False
+    embedding_multiplier: float | None = None
+    logit_scale: float | None = None
+    final_logit_softcapping: float | None = None
+    embd_pdrop: float = 0.0
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        check_rate("DecoderConfig", embd_pdrop=self.embd_pdrop)
+        if self.final_logit_softcapping is not None and not self.final_logit_softcapping > 0:
+            raise ValueError(f"DecoderConfig(final_logit_softcapping={self.final_logit_softcapping}): must be above 0")
         check_positive("DecoderConfig", vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         for i, each in enumerate(self.layers):
             for part in (each.attention, each.mlp):
@@ -67,6 +111,7 @@ class DecoderConfig:
 
 @pytree
 class Layer(Tree):
+    norm: Norm | None = None
     attention: Attention
     mlp: MLP
 
@@ -77,6 +122,7 @@ class Decoder(Tree):
     layers: tuple[Layer, ...]
     norm: Norm
     head: Tensor | None = dim("Z/tp D", when="has_head")
+    head_bias: Tensor | None = dim("Z/tp", when="head_bias", initial=0.0)
 
 
 @edges({"attention": attention, "mlp": mlp})
@@ -95,9 +141,14 @@ def layer(
     core: Callable[..., Tensor] = dot_product_attention,
 ) -> tuple[Tensor, KVCache | None]:
     """x `B S D` -> x `B S D`, cache. Arguments as those of `attention`."""
+    check_presence("layer", params, cfg)
+    refuse_dropout("layer", "resid_pdrop", cfg.resid_pdrop, x, params)
+    h = x
+    if params.norm is not None and cfg.norm is not None:
+        h = normalize(x, params.norm.weight, params.norm.bias, **cfg.norm.options)
     a, cache = attention(
         params.attention,
-        x,
+        h,
         cfg.attention,
         positions=positions,
         rope=rope,
@@ -108,6 +159,8 @@ def layer(
         wire=wire.scope("attention"),
         core=core,
     )
+    if cfg.parallel_residual:
+        return x + (a + mlp(params.mlp, h, cfg.mlp, wire=wire.scope("mlp"))), cache
     x_BSD = x + a
     x_BSD = x_BSD + mlp(params.mlp, x_BSD, cfg.mlp, wire=wire.scope("mlp"))
     return x_BSD, cache
@@ -123,7 +176,9 @@ def decoder(
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: tuple[KVCache, ...] | None = None,
-    read: Tensor | None = None,
+    read: Tensor | Sequence[Tensor] | None = None,
+    rope_positions: Tensor | None = None,
+    rope_length: Tensor | None = None,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
     layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
@@ -138,6 +193,8 @@ def decoder(
         segment_ids=segment_ids,
         cache=cache,
         read=read,
+        rope_positions=rope_positions,
+        rope_length=rope_length,
         wire=wire,
         core=core,
         layer=layer,
@@ -155,7 +212,9 @@ def backbone(
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cache: tuple[KVCache, ...] | None = None,
-    read: Tensor | None = None,
+    read: Tensor | Sequence[Tensor] | None = None,
+    rope_positions: Tensor | None = None,
+    rope_length: Tensor | None = None,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
     layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
@@ -163,12 +222,21 @@ def backbone(
     """tokens `B S` -> the last layer's output `B S D`, before the final norm, and the new cache.
 
     positions: `B|1 S`, -1 for padding; `0 .. S-1` unless given, and needed with a cache. mask, segment_ids, read: as
-    in `attention`. cache: one entry a layer.
+    in `attention`, read for all layers or one a layer (a ring is shorter). cache: one entry a layer.
+    rope_positions: `M B S`, for mrope, `positions` unless given. rope_length: `B`, see `rope_tables`.
     layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature.
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer.
     """
-    check_shapes("decoder", tokens=(tokens, "B S"), positions=(positions, "B? S"), segment_ids=(segment_ids, "B S"))
+    check_shapes(
+        "decoder",
+        tokens=(tokens, "B S"),
+        positions=(positions, "B? S"),
+        segment_ids=(segment_ids, "B S"),
+        rope_positions=(rope_positions, "M B? S"),
+        rope_length=(rope_length, "B?"),
+    )
     check_presence("decoder", params, cfg)
+    refuse_dropout("decoder", "embd_pdrop", cfg.embd_pdrop, params.embed)
     if len(params.layers) != len(cfg.layers):
         raise ValueError(f"decoder(params=...): {len(params.layers)} layers, the config has {len(cfg.layers)}")
     if cache is not None and len(cache) != len(cfg.layers):
@@ -178,12 +246,14 @@ def backbone(
             raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
 
-    x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens)))
+    x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens), cfg))
     tables: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]] = {}
     for each in cfg.layers:
         rope, width = each.attention.rope, each.attention.head_dim
         if rope is not None and (rope, width) not in tables:
-            tables[rope, width] = rope_tables(positions, rope, width, x.dtype)
+            turned_by = positions if rope.mrope_section is None or rope_positions is None else rope_positions
+            tables[rope, width] = rope_tables(turned_by, rope, width, x.dtype, length=rope_length)
+    reads = [read] * len(cfg.layers) if read is None or isinstance(read, Tensor) else read
     caches: list[Any] = list(cache) if cache is not None else [None] * len(cfg.layers)
     for i, (layer_params, layer_cfg) in enumerate(zip(params.layers, cfg.layers, strict=True)):
         x, caches[i] = layer(
@@ -195,25 +265,59 @@ def backbone(
             mask=mask,
             segment_ids=segment_ids,
             cache=caches[i],
-            read=read,
+            read=reads[i],
             wire=wire.scope("layers"),
             core=core,
         )
     return x, None if cache is None else tuple(caches)
 
 
-def embed(params: Decoder, tokens: Tensor) -> Tensor:
+def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig) -> Tensor:
     """tokens `B S` -> `B S D`."""
-    return torch.nn.functional.embedding(tokens, params.embed)
+    x = torch.nn.functional.embedding(tokens, params.embed)
+    if cfg.embedding_multiplier is None:
+        return x
+    return x * torch.tensor(cfg.embedding_multiplier, dtype=x.dtype, device=x.device)
 
 
 def final_norm(params: Decoder, x: Tensor, cfg: DecoderConfig) -> Tensor:
     """x `... D`, as `backbone` returns it -> `... D`, as `cross_entropy` takes it."""
-    return rms_norm(x, params.norm.weight, **cfg.norm.options)
+    return normalize(x, params.norm.weight, params.norm.bias, **cfg.norm.options)
 
 
 def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
     """x `... D`, as `backbone` returns it -> logits `... Z`: the final norm and the head."""
     head = params.embed if params.head is None else params.head
-    (logits_Z,) = norm_linear(x, params.norm.weight, [head], [None], **cfg.norm.options)
-    return wire.pass_(logits=logits_Z)
+    norm_weight, options = norm_in_front(params.norm, cfg.norm)
+    (logits_Z,) = norm_linear(x, norm_weight, [head], [params.head_bias], **options)
+    logits_Z = wire.pass_(logits=logits_Z)
+    if cfg.logit_scale is not None:
+        logits_Z = logits_Z * cfg.logit_scale
+    if cfg.final_logit_softcapping is not None:
+        logits_Z = cfg.final_logit_softcapping * torch.tanh(logits_Z / cfg.final_logit_softcapping)
+    return logits_Z
+
+
+def causal_lm_loss(
+    params: Decoder,
+    x: Tensor,
+    cfg: DecoderConfig,
+    labels: Tensor,
+    weights: Tensor | None = None,
+    *,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """x `B S D`, as `backbone` returns it, labels `B S`, each the token that follows -> loss sum and weight sum.
+
+    `cross_entropy` of `logits`, without the logits of all tokens at once; see there for the arguments.
+    """
+    return cross_entropy(
+        final_norm(params, x, cfg),
+        params.embed if params.head is None else params.head,
+        labels,
+        weights,
+        bias=params.head_bias,
+        logit_scale=cfg.logit_scale,
+        softcap=cfg.final_logit_softcapping,
+        chunk=chunk,
+    )

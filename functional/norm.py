@@ -1,8 +1,10 @@
-"""RMSNorm, and the projections that follow a norm.
+"""RMSNorm and LayerNorm, and the projections that follow a norm.
 
-    rms_norm(x) = x / sqrt(mean(x^2) + eps) * w            (Zhang and Sennrich 2019, arXiv:1910.07467)
+    rms_norm(x) = x / sqrt(mean(x^2) + eps) * w                      (Zhang and Sennrich 2019, arXiv:1910.07467)
+    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * w + b       (Ba et al. 2016, arXiv:1607.06450)
 
-The mean is taken in fp32 (fp64 for fp64 inputs). Families round at different places, and each is followed to the bit:
+Means are taken in fp32 (fp64 for fp64 inputs). Families of RMSNorm round at different places, and each is followed to
+the bit:
 
     llama      w * round(x / rms)
     olmo2      round(w * (x / rms))            scale_in_fp32
@@ -24,27 +26,48 @@ from .primitive import primitive
 from .shapes import ShapeError, check_shapes
 from .tree import Tree, dim, pytree
 
-__all__ = ["Norm", "NormConfig", "linear", "norm_linear", "rms_norm"]
+__all__ = ["HeadNorm", "Norm", "NormConfig", "layer_norm", "linear", "norm_linear", "normalize", "rms_norm"]
+
+NORM_TYPES = ("rms_norm", "layer_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """eps: added to the mean square. zero_centered: the stored weight is w of 1 + w. scale_in_fp32: round after the
-    weight is applied, not before."""
+    """norm_type: "rms_norm" or "layer_norm". eps: added to the mean square. zero_centered: the stored weight is w of
+    1 + w. scale_in_fp32: round after the weight is applied, not before (a LayerNorm always does). bias: of a LayerNorm.
+    """
 
+    norm_type: str = "rms_norm"
     eps: float = 1e-5
     zero_centered: bool = False
     scale_in_fp32: bool = False
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _check_type("NormConfig", self.norm_type)
+        if self.bias and self.norm_type == "rms_norm":
+            raise ValueError('NormConfig(bias=True): an RMSNorm has no bias\n    fix: norm_type="layer_norm"')
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of `rms_norm` and of every primitive with a norm in front."""
-        return {"eps": self.eps, "zero_centered": self.zero_centered, "scale_in_fp32": self.scale_in_fp32}
+        """The keyword arguments of `normalize` and of every primitive with a norm in front, `norm_type` only where it
+        is not the usual one."""
+        options = {"eps": self.eps, "zero_centered": self.zero_centered, "scale_in_fp32": self.scale_in_fp32}
+        return options if self.norm_type == "rms_norm" else {"norm_type": self.norm_type, **options}
 
 
 @pytree
 class Norm(Tree):
     weight: Tensor = dim("D", initial=lambda cfg: 0.0 if cfg.zero_centered else 1.0)
+    bias: Tensor | None = dim("D", when="bias", initial=0.0)
+
+
+@pytree
+class HeadNorm(Tree):
+    """A norm of each head, the same for all."""
+
+    weight: Tensor = dim("E", initial=lambda cfg: 0.0 if cfg.zero_centered else 1.0)
+    bias: Tensor | None = dim("E", when="bias", initial=0.0)
 
 
 def rms_norm(
@@ -61,6 +84,39 @@ def rms_norm(
     return ((1 + scale if zero_centered else scale) * normed).to(x.dtype)
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5, zero_centered: bool = False
+) -> Tensor:
+    """x `... D`, weight `D`, bias `D` -> `... D` in x's dtype."""
+    check_shapes("layer_norm", x=(x, "... D"), weight=(weight, "D"), bias=(bias, "D"))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x_wide = x.to(wide)
+    centered = x_wide - x_wide.mean(-1, keepdim=True)
+    normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+    scale = weight.to(wide)
+    scaled = (1 + scale if zero_centered else scale) * normed
+    return (scaled if bias is None else scaled + bias.to(wide)).to(x.dtype)
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_type: str = "rms_norm",
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    scale_in_fp32: bool = False,
+) -> Tensor:
+    """The norm of a `NormConfig`: `normalize(x, params.weight, params.bias, **cfg.options)`."""
+    _check_type("normalize", norm_type)
+    if norm_type == "layer_norm":
+        return layer_norm(x, weight, bias, eps=eps, zero_centered=zero_centered)
+    if bias is not None:
+        raise ValueError('normalize(bias=...): an RMSNorm has no bias\n    fix: norm_type="layer_norm"')
+    return rms_norm(x, weight, eps=eps, zero_centered=zero_centered, scale_in_fp32=scale_in_fp32)
+
+
 @primitive
 def norm_linear(
     x: Tensor,
@@ -68,13 +124,15 @@ def norm_linear(
     weights: list[Tensor],
     biases: list[Tensor | None],
     *,
+    norm_bias: Tensor | None = None,
+    norm_type: str = "rms_norm",
     eps: float = 1e-5,
     zero_centered: bool = False,
     scale_in_fp32: bool = False,
 ) -> list[Tensor]:
     """Normalise once, project several times: x `... D`, weights `F_i D`, biases `F_i` or None -> `... F_i` each.
 
-    norm_weight: `D`; None leaves x as it is.
+    norm_weight, norm_bias: `D`; without a weight x is left as it is.
     """
     if len(weights) != len(biases):
         raise ShapeError(f"norm_linear: {len(weights)} weights and {len(biases)} biases")
@@ -87,10 +145,23 @@ def norm_linear(
         }
         check_shapes("norm_linear", **given)
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps=eps, zero_centered=zero_centered, scale_in_fp32=scale_in_fp32)
+        options = {"norm_type": norm_type, "eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
+        x = normalize(x, norm_weight, norm_bias, **options)  # type: ignore[arg-type]
     return [tnf.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+def norm_in_front(params: Norm | None, cfg: NormConfig | None) -> tuple[Tensor | None, dict[str, Any]]:
+    """The weight and the keyword arguments of a primitive with this norm in front; None and nothing without one."""
+    if params is None or cfg is None:
+        return None, {}
+    return params.weight, {"norm_bias": params.bias, **cfg.options} if cfg.bias else cfg.options
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `... D`, weight `F D`, bias `F` -> `... F`: one projection without a norm."""
     return norm_linear(x, None, [weight], [bias])[0]
+
+
+def _check_type(function: str, norm_type: str) -> None:
+    if norm_type not in NORM_TYPES:
+        raise ValueError(f'{function}(norm_type="{norm_type}") is unknown\n    known: {", ".join(NORM_TYPES)}')

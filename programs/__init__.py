@@ -7,5 +7,19 @@ from .lower import Call, Kernel
 from .model import Model
 from .program import Phase, Program
 from .report import Plan
+from .save import save
 
-__all__ = ["Call", "Generation", "Kernel", "Model", "Phase", "Plan", "Program", "Timings", "build", "load", "plan"]
+__all__ = [
+    "Call",
+    "Generation",
+    "Kernel",
+    "Model",
+    "Phase",
+    "Plan",
+    "Program",
+    "Timings",
+    "build",
+    "load",
+    "plan",
+    "save",
+]

@@ -23,6 +23,7 @@ __all__ = [
     "compiler_problem",
     "dynamic_size",
     "inductor",
+    "largest",
     "region",
     "region_of",
     "source_of",
@@ -85,6 +86,12 @@ def dynamic_size(t: Tensor, dim: int, *, max: int) -> Tensor:
 
     torch._dynamo.mark_dynamic(t, dim, min=2, max=max)
     return t
+
+
+def largest(size: Any) -> int:
+    """A size of a traced tensor, at its largest where it is dynamic."""
+    node = getattr(size, "node", None)
+    return int(size) if node is None else int(node.shape_env.bound_sympy(node.expr).upper)
 
 
 def region(fn: Callable[..., Any], name: str, key: Callable[..., int]) -> Callable[..., Any]:

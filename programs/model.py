@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..functional import Decoder, DecoderConfig, tree
+from .families import Family
 
 __all__ = ["Model"]
 
@@ -17,12 +19,17 @@ class Model:
     """What `load` returns.
 
     params: from a module its own parameters, the very objects. From an abstract load, meta tensors.
+    family, hf_config: how `save` writes it, if it came from a checkpoint: the adapter, and the fields of the Hugging
+    Face config for the layers that are there. generation: the fields of generation_config.json.
     tokenizer: a transformers tokenizer, or None. eos_token_id: what ends a row unless `generate` is told otherwise.
     """
 
     name: str
     config: DecoderConfig
     params: Decoder
+    family: Family | None = None
+    hf_config: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Any | None = None
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, fx
@@ -19,8 +19,9 @@ from .generate import Generation, Streamer, Timings, assemble, now, run_decode
 from .graph import Graph, LeafPaths
 from .lower import Kernel, lower, with_table
 from .model import Model
-from .prompts import Prompts, cut, end_tokens, read_prompts
+from .prompts import Prompts, cut, end_tokens, read_prompts, repeated
 from .report import Plan, make_plan
+from .sampling import SamplingOptions, StopStrings, check_options, needs_sampling, prompt_counts, read_controls
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target
 from .steps import State, make_steps, packed
 
@@ -92,7 +93,11 @@ class Program:
         self._params = model.params
         self._strides = {path: leaf.stride() for path, leaf in tree.paths(model.params).items()}
         self._converted: dict[str, Tensor] = {}
-        self._reads: dict[int, Tensor] = {}
+        self._reads: dict[int, tuple[Tensor, ...]] = {}
+        # Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing.
+        ropes = [each.attention.rope for each in model.config.layers]
+        turns = [rope.original_max_position_embeddings for rope in ropes if rope and rope.rope_type == "longrope"]
+        self._turns = sorted({turn for turn in turns if turn is not None})
         self._session = 0
         self._busy = threading.Lock()
         with self._alone():
@@ -102,6 +107,7 @@ class Program:
         steps = make_steps(model.config)
         self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
         self.decode = Phase("decode", steps["decode"], self, self._decode)
+        self._choose = Phase("choose", steps["choose"], self, self.generate)
         self._score = Phase("score", steps["score"], self, self.score)
         self.leaf_paths = LeafPaths.of(model.params, self.cache)
 
@@ -168,11 +174,11 @@ class Program:
         new = {path: live(path, leaf) for path, leaf in tree.paths(self._params).items()}
         return packed(tree.unflatten(tree.structure(self._params), new.values()), self.cache)
 
-    def _read(self, tokens: int) -> Tensor:
+    def _read(self, tokens: int) -> tuple[Tensor, ...]:
         """The slots that a step reads, when the longest row holds so many tokens; each size is made once."""
         n = -(-tokens // READ_STEP)
         if n not in self._reads:
-            self._reads[n] = self.sizes.read(self._slots, tokens)
+            self._reads[n] = self.sizes.read(self._slots, tokens, self.model.config)
         return self._reads[n]
 
     @contextmanager
@@ -198,7 +204,7 @@ class Program:
             pad_token_id=pad,
         )
 
-    def _chunks(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def _chunks(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
         """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
         for tokens, positions, last in cut(rows, self.sizes.batch, self.sizes.chunk):
             wanted = max(map(max, positions)) + 1
@@ -209,11 +215,20 @@ class Program:
         """`EOS_LIMIT`, whatever the number of end tokens, which is no part of a graph."""
         return torch.tensor([*stop, *[-1] * (EOS_LIMIT - len(stop))], device=self.device)
 
-    def _run_prefill(self, inputs: tuple[Any, Any], rows: list[list[int]], eos: Tensor) -> State:
+    def _lengths(self, rows: list[list[int]]) -> Tensor:
+        """`B`, the tokens of each row, 0 where there is no row."""
+        return torch.tensor([*map(len, rows), *[0] * (self.sizes.batch - len(rows))], device=self.device)
+
+    def _start(self) -> State:
+        """A new session: what the cache holds for an older state is gone, and no row is active."""
         self._session += 1
-        state = State.empty(self.sizes.batch, self.model.config.vocab_size, self.dtype, self.device)
+        return State.empty(self.sizes.batch, self.model.config.vocab_size, self.dtype, self.device)
+
+    def _run_prefill(self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor) -> State:
+        """The state with the rows that are not empty read into the cache, and their first new token."""
+        length = self._lengths(rows)
         for tokens, positions, last, read in self._chunks(rows):
-            state = self.prefill.step(*inputs, state, tokens, positions, last, eos, read)
+            state = self.prefill.step(*inputs, state, tokens, positions, last, length, eos, read)
         return state
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
@@ -221,7 +236,7 @@ class Program:
         read = self._prompts(prompts, attention_mask, 0)
         stop = end_tokens(eos_token_id)
         with self._alone():
-            state = self._run_prefill(self._inputs(), read.rows, self._eos(stop))
+            state = self._run_prefill(self._inputs(), self._start(), read.rows, self._eos(stop))
             return dataclasses.replace(state, session=self._session)
 
     def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
@@ -235,6 +250,12 @@ class Program:
         longest = int(state.position.max()) + 1
         if longest > self.sizes.max_len:
             raise ValueError(f"decode: a row holds max_len={self.sizes.max_len} tokens; there is no slot for another")
+        turning = [turn for turn in self._turns if bool((state.position == turn).any())]
+        if turning:
+            raise ValueError(
+                f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
+                "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
+            )
         stop = end_tokens(eos_token_id)
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
@@ -252,47 +273,76 @@ class Program:
         max_new_tokens: int = 32,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        num_return_sequences: int = 1,
         return_logprobs: bool = False,
         streamer: Streamer | None = None,
+        **options: Unpack[SamplingOptions],
     ) -> Generation:
-        """The most likely continuation of each prompt.
+        """A continuation of each prompt: the most likely tokens, or what `options` ask for.
 
         prompts: see `read_prompts`; or input_ids and attention_mask, `B S`. eos_token_id: what ends a row, the
         model's unless given, `()` for none. pad_token_id: fills rows that end early, in `.sequences`.
-        streamer: gets the prompt and each token, batch 1. Raises `ValueError` before any work.
+        stop_strings: text that ends a row. num_return_sequences: rows of each prompt, next to each other.
+        return_logprobs: of the model itself, before any option. streamer: gets the prompt and each token, batch 1.
+        options: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty
+        and seed, as `read_controls` says, with transformers' defaults. Their first use compiles a small graph, once.
+        Raises `ValueError` and `TypeError`, naming the argument, before any work.
         """
         if (prompts is None) == (input_ids is None):
             raise ValueError("generate: pass prompts, or input_ids")
-        check_positive("generate", max_new_tokens=max_new_tokens)
-        stop = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
-        pad = next((p for p in (pad_token_id, self.model.pad_token_id, *stop) if p is not None), 0)
+        check_positive("generate", max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
+        check_options(options)
+        ends = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
+        texts = StopStrings(stop_strings, self.model.tokenizer)
+        pad = next((p for p in (pad_token_id, self.model.pad_token_id, *ends) if p is not None), 0)
         read = self._prompts(input_ids if prompts is None else prompts, attention_mask, max_new_tokens, pad)
+        read = repeated(read, num_return_sequences, self.sizes.batch)
         if streamer is not None and len(read.rows) > 1:
-            raise ValueError(f"generate(streamer=...): one prompt at a time, not {len(read.rows)}")
+            raise ValueError(f"generate(streamer=...): one row at a time, not {len(read.rows)}")
+        vocab, batch = self.model.config.vocab_size, self.sizes.batch
+        controls, seeds = read_controls(
+            rows=len(read.rows), vocab_size=vocab, device=self.device, batch=batch, **options
+        )
         with self._alone():
             begin = now(self.device)
-            eos = self._eos(stop)
+            eos = self._eos(ends)
             inputs = self._inputs()
+            counts = prompt_counts(read.rows, batch, vocab, self.device) if needs_sampling(**options) else None
+
+            def choose(state: State, fed: Tensor) -> State:
+                nonlocal counts
+                if counts is None:
+                    return state
+                state, counts = self._choose.step(state, fed, counts, controls, eos)
+                return state
+
+            def step(state: State, taken: int, tokens: list[Tensor]) -> State:
+                longest = max(map(len, read.rows)) + taken + 1
+                new = self.decode.step(*inputs, state, eos, self._read(longest))
+                again = self._turned(read.rows, state, taken, tokens)
+                if any(again):
+                    new = self._run_prefill(inputs, new, again, eos)
+                return choose(new, state.position)
+
             if streamer is not None:
                 streamer.put(read.input_ids)
-            state = self._run_prefill(inputs, read.rows, eos)
+            state = self._run_prefill(inputs, self._start(), read.rows, eos)
+            state = choose(state, self._lengths(read.rows) - 1)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
-                lambda s, length: self.decode.step(*inputs, s, eos, self._read(length)),
-                state,
-                start=max(map(len, read.rows)),
-                max_new_tokens=max_new_tokens,
-                rows=len(read.rows),
-                stop=stop,
-                streamer=streamer,
+                step, state, read.rows, max_new_tokens=max_new_tokens, ends=ends, texts=texts, streamer=streamer
             )
             end = now(self.device)
         return assemble(
             read,
             tokens,
-            logprobs if return_logprobs else None,
-            eos_token_id=stop,
+            logprobs,
+            texts=texts,
+            eos_token_id=ends,
             pad_token_id=pad,
+            return_logprobs=return_logprobs,
+            seeds=seeds if options.get("do_sample") else None,
             tokenizer=self.model.tokenizer,
             timings=lambda kept: Timings(
                 build=self.build_seconds,
@@ -305,6 +355,14 @@ class Program:
             ),
         )
 
+    def _turned(self, rows: list[list[int]], state: State, taken: int, tokens: list[Tensor]) -> list[list[int]]:
+        """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty."""
+        crossing = [len(row) + taken + 1 in [turn + 1 for turn in self._turns] for row in rows]
+        if not any(crossing):
+            return []
+        new, live = torch.stack(tokens, 1).tolist(), (state.position >= 0).tolist()
+        return [row + new[i] if crossing[i] and live[i] else [] for i, row in enumerate(rows)]
+
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
 
@@ -316,10 +374,11 @@ class Program:
             inputs = self._inputs()
             parts = []
             targets = [[*row[1:], 0] for row in read.rows]
+            length = self._lengths(read.rows)
             for (tokens, positions, _, slots), (wanted, *_) in zip(
                 self._chunks(read.rows), self._chunks(targets), strict=True
             ):
-                parts.append(self._score.step(*inputs, tokens, positions, wanted, slots))
+                parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
         found = torch.cat(parts, 1).cpu()
         return [found[i, : len(row) - 1] for i, row in enumerate(read.rows)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .sizes import EOS_LIMIT
 
-__all__ = ["Prompts", "cut", "end_tokens", "read_prompts"]
+__all__ = ["Prompts", "cut", "end_tokens", "read_prompts", "repeated"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,19 @@ def read_prompts(
     ids = torch.tensor([[pad_token_id] * (longest - len(r)) + r for r in rows], device="cpu")
     mask = torch.tensor([[0] * (longest - len(r)) + [1] * len(r) for r in rows], device="cpu")
     return Prompts(rows, ids, mask)
+
+
+def repeated(prompts: Prompts, times: int, batch: int) -> Prompts:
+    """Each row so many times, next to each other, as transformers' num_return_sequences does."""
+    rows = [row for row in prompts.rows for _ in range(times)]
+    if len(rows) > batch:
+        raise ValueError(
+            f"generate(num_return_sequences={times}): {len(prompts.rows)} prompts make {len(rows)} rows, but the "
+            f"program was built for batch={batch}"
+        )
+    return Prompts(
+        rows, prompts.input_ids.repeat_interleave(times, 0), prompts.attention_mask.repeat_interleave(times, 0)
+    )
 
 
 def cut(rows: list[list[int]], batch: int, chunk: int) -> Iterator[tuple[list[list[int]], list[list[int]], list[int]]]:

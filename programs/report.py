@@ -18,7 +18,7 @@ from .. import functional as F
 from ..functional import tree
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
-from .lower import Kernel, choose, lower, primitive_name
+from .lower import Kernel, choose, keys_and_values, lower, primitive_name
 from .model import Model
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -139,7 +139,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         graph = Graph(name, dynamo.capture(steps[name], *packed(params, caches), *inputs), paths)
         length = sizes.chunk if name == "prefill" else 1
         header = f"B={sizes.batch} S={length} T<={sizes.slots - 1}"
-        blocks = tuple(_Reader(graph, target, tuple(kernels), sizes.slots - 1).blocks())
+        blocks = tuple(_Reader(graph, target, tuple(kernels)).blocks())
         left = lower(graph.module, target, tuple(kernels))
         phases[name] = PhasePlan(name, header, blocks, left, graph)
     kept = (target.device, "meta")
@@ -168,10 +168,10 @@ def _cache_text(caches: Sequence[F.KVCache]) -> str:
 
 
 class _Reader:
-    """Reads rows and blocks from a graph. slots: the largest dynamic size."""
+    """Reads rows and blocks from a graph."""
 
-    def __init__(self, graph: Graph, target: Target, kernels: tuple[Kernel, ...], slots: int) -> None:
-        self.graph, self.target, self.kernels, self.slots = graph, target, kernels, slots
+    def __init__(self, graph: Graph, target: Target, kernels: tuple[Kernel, ...]) -> None:
+        self.graph, self.target, self.kernels = graph, target, kernels
 
     def blocks(self) -> list[PlanBlock]:
         """Nodes before, in and after the layers; layers of one kind are one block. A kind of a single layer is no
@@ -213,7 +213,7 @@ class _Reader:
             kernel, text = choose(node, self.target, self.kernels)
             weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
             read = sum(_bytes(dynamo.value_of(n)) for n in weights)
-            context = sum(_dynamic_bytes(dynamo.value_of(n), self.slots) for n in node.all_input_nodes)
+            context = sum(_bytes(dynamo.value_of(n)) for n in keys_and_values(node))
             return PlanRow(names, name, shape_text(value), read, context, text, kernel is not None)
         if node.target is torch.nn.functional.embedding:
             return PlanRow(names, "embedding", shape_text(value), _bytes(value), 0, "compiler", True)
@@ -253,14 +253,10 @@ def _ranges(indices: list[int]) -> str:
 
 
 def _bytes(value: Any) -> int:
-    return int(value.numel() * value.element_size()) if isinstance(value, torch.Tensor) else 0
-
-
-def _dynamic_bytes(value: Any, n: int) -> int:
-    """Bytes of a tensor with a dynamic size, at its largest; 0 for another."""
-    if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
+    """Bytes of a tensor, where a size is dynamic at its largest; 0 for what is none."""
+    if not isinstance(value, torch.Tensor):
         return 0
-    return math.prod(size if isinstance(size, int) else n for size in value.shape) * value.element_size()
+    return math.prod(map(dynamo.largest, value.shape)) * value.element_size()
 
 
 def size_text(n: int) -> str:

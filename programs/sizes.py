@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import functional as F
 from ..functional.shapes import check_positive
 from . import dynamo
-from .steps import State
+from .steps import State, windows
 
 __all__ = ["Sizes", "Target"]
 
@@ -51,25 +51,38 @@ class Sizes:
         a second time. At least a chunk, whose tokens each need a slot."""
         return -(-max(self.max_len, self.chunk) // READ_STEP) * READ_STEP + 1
 
-    def read(self, every: Tensor, tokens: int) -> Tensor:
-        """The first `tokens` of all slots, rounded up: the dynamic size of a step."""
-        n = min(-(-tokens // READ_STEP) * READ_STEP, self.slots - 1)
-        return dynamo.dynamic_size(every[:n], 0, max=self.slots - 1)
+    def slots_of(self, window: int | None) -> int:
+        """The slots of a layer's cache; those of a ring are its window and one that is never read, see `slots`."""
+        return self.slots if window is None else min(self.slots, window + 1)
+
+    def read(self, every: Tensor, tokens: int, cfg: F.DecoderConfig) -> tuple[Tensor, ...]:
+        """For each window of the layers the slots that hold the first `tokens`, rounded up: the dynamic sizes of a
+        step. every: all slots, `0 .. slots-1`."""
+        found = []
+        for window in windows(cfg):
+            most = self.slots_of(window) - 1
+            slots = every[: min(-(-tokens // READ_STEP) * READ_STEP, most)]
+            # A cache that short is always read whole.
+            found.append(slots if most <= READ_STEP else dynamo.dynamic_size(slots, 0, max=most))
+        return tuple(found)
 
     def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[F.KVCache, ...]:
         """A cache a layer, uninitialised."""
-        kinds = (each.attention for each in cfg.layers)
-        return F.empty_caches(kinds, self.batch, self.slots, dtype=dtype, device=device)
+        found = []
+        for each in cfg.layers:
+            slots = self.slots_of(each.attention.window)
+            shapes = F.KVCache.abstract(each.attention, dtype=dtype, B=self.batch, T=slots)
+            found.append(F.tree.map(lambda t: torch.empty(t.shape, dtype=dtype, device=device), shapes))
+        return tuple(found)
 
     def idle(self, phase: str, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ...]:
         """The arguments of a phase after parameters and cache, with no active row: computing them changes nothing."""
         none = torch.full((self.batch, self.chunk), -1, device=device)
         state = State.empty(self.batch, cfg.vocab_size, dtype, device)
         eos = torch.full((EOS_LIMIT,), -1, device=device)
-        read = self.read(torch.arange(self.slots, device=device), READ_STEP)
-        zeros = torch.zeros_like(none)
+        read = self.read(torch.arange(self.slots, device=device), READ_STEP, cfg)
+        tokens, length = torch.zeros_like(none), torch.zeros_like(none[:, 0])
         return {
-            "prefill": (state, zeros, none, torch.full((self.batch,), -1, device=device), eos, read),
+            "prefill": (state, tokens, none, torch.full((self.batch,), -1, device=device), length, eos, read),
             "decode": (state, eos, read),
-            "score": (zeros, none, zeros, read),
         }[phase]

@@ -1,7 +1,11 @@
-"""The three functions that a program compiles: prefill of one chunk, one decode step, scores of one chunk.
+"""The functions that a program compiles: prefill of one chunk, one decode step, a choice with options among the logits
+of either, scores of one chunk.
 
 Plain functions of pytrees. A cache that goes in is written in place before they return: the only place where that
 happens, so that the functions below stay pure and a program still owns one buffer a layer.
+
+Each takes `read`, one tensor for each different window of the layers (see `windows`): `0 .. n-1`, the slots that hold
+all that its queries may see.
 
 Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slots, N end-of-sequence tokens.
 """
@@ -17,12 +21,18 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional import tree
+from ..functional.sampling import Controls, sample
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
-__all__ = ["State", "make_steps", "packed"]
+__all__ = ["State", "make_steps", "packed", "windows"]
 
 Leaves = tuple[Tensor, ...]
+
+
+def windows(cfg: F.DecoderConfig) -> tuple[int | None, ...]:
+    """The different windows of the layers, in the order in which they come; None for a layer without one."""
+    return tuple(dict.fromkeys(each.attention.window for each in cfg.layers))
 
 
 def packed(params: F.Decoder, caches: Sequence[F.KVCache]) -> tuple[F.Decoder, tuple[Leaves, ...]]:
@@ -79,13 +89,13 @@ def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callabl
 def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A layer of a kind, as a function of the leaves of its arguments."""
     leaf = torch.empty(0)
-    rope = None if kind.attention.rope is None else (leaf, leaf)
+    rope = () if kind.attention.rope is None else (leaf, leaf)
     like = (F.Layer.abstract(kind), leaf, F.KVCache.abstract(kind.attention, B=1, T=1), leaf, rope, leaf)
     definition = tree.structure(like)
 
     def run(*tensors: Tensor) -> Tensor:
         params, x, cache, positions, rope, read = tree.unflatten(definition, tensors)
-        x, new = F.layer(params, x, kind, positions=positions, rope=rope, cache=cache, read=read, core=core)
+        x, new = F.layer(params, x, kind, positions=positions, rope=rope or None, cache=cache, read=read, core=core)
         for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):
             old.copy_(value)
         return x
@@ -96,7 +106,7 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
 def _strides_key(*tensors: Tensor) -> int:
     """Layers of a kind have equal shapes and a program one dtype, so their graphs differ by strides alone."""
     key = 0
-    # `read` comes last and is left out: its size is dynamic, and it is the same for all layers.
+    # `read` comes last and is left out: its size is dynamic, and it is the same for all layers of a kind.
     # By index, since a tensor stored under a name would take that name in the graph.
     for i in range(len(tensors) - 1):
         for stride in tensors[i].stride():
@@ -111,12 +121,30 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
     cfg = dataclasses.replace(cfg, layers=tuple(kinds[each] for each in cfg.layers))
     many, few = F.dot_product_attention, F.decode_attention
     layers = {core: donating_layer(cfg, core) for core in (many, few)}
+    which = [windows(cfg).index(each.attention.window) for each in cfg.layers]
+    by_length = any(each.attention.rope is not None and each.attention.rope.by_length for each in cfg.layers)
 
     def run(
-        params: F.Decoder, cache: Any, tokens: Tensor, positions: Tensor, read: Tensor, core: Callable[..., Tensor]
+        params: F.Decoder,
+        cache: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        length: Tensor | None,
+        read: Leaves,
+        core: Callable[..., Tensor],
     ) -> Tensor:
-        layer = layers[core]
-        return F.backbone(params, tokens, cfg, positions=positions, cache=cache, read=read, core=core, layer=layer)[0]
+        x, _ = F.backbone(
+            params,
+            tokens,
+            cfg,
+            positions=positions,
+            cache=cache,
+            read=[read[i] for i in which],
+            rope_length=length if by_length else None,
+            core=core,
+            layer=layers[core],
+        )
+        return x
 
     def prefill(
         params: F.Decoder,
@@ -125,36 +153,54 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         tokens: Tensor,
         positions: Tensor,
         last: Tensor,
+        length: Tensor,
         eos_token_id: Tensor,
-        read: Tensor,
+        read: Leaves,
     ) -> State:
         """tokens, positions `B C` (-1: padding); last `B`, where in the chunk a row's prompt ends, -1 where it does
-        not: only those rows get a token. read: `0 .. n-1`, n above every position of the chunk."""
-        x = run(params, cache, tokens, positions, read, many)
+        not: only those rows get a token. length: `B`, the tokens of the whole prompt."""
+        x = run(params, cache, tokens, positions, length, read, many)
         at = last.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])
         logits = F.logits(params, x.gather(1, at)[:, 0], cfg)
         token, logprob, position = F.sample_advance(logits, positions.amax(-1) + 1, eos_token_id)
         return _where(last >= 0, State(token=token, logprob=logprob, position=position, logits=logits), state)
 
-    def decode(params: F.Decoder, cache: Any, state: State, eos_token_id: Tensor, read: Tensor) -> State:
+    def decode(params: F.Decoder, cache: Any, state: State, eos_token_id: Tensor, read: Leaves) -> State:
         """Feed each active row its token; a row that has ended changes nothing."""
         tokens, positions = state.token[:, None], state.position[:, None]
-        x = run(params, cache, tokens, positions, read, few)
+        x = run(params, cache, tokens, positions, None, read, few)
         logits = F.logits(params, x[:, 0], cfg)
         after = torch.where(state.position >= 0, state.position + 1, -1)
         token, logprob, position = F.sample_advance(logits, after, eos_token_id)
         return State(token=token, logprob=logprob, position=position, logits=logits)
 
+    def choose(
+        state: State, fed: Tensor, counts: Tensor, controls: Controls, eos_token_id: Tensor
+    ) -> tuple[State, Tensor]:
+        """The state of a prefill or a decode step with its token chosen anew, by options, and the counts with it.
+
+        fed: `B`, the position of the token that gave these logits, -1 for a row that has ended. counts: see `sample`.
+        """
+        after = torch.where(fed >= 0, fed + 1, -1)
+        token, logprob, position, counts = sample(state.logits, after, counts, controls, eos_token_id)
+        return State(token=token, logprob=logprob, position=position, logits=state.logits), counts
+
     def score(
-        params: F.Decoder, cache: Any, tokens: Tensor, positions: Tensor, targets: Tensor, read: Tensor
+        params: F.Decoder,
+        cache: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        length: Tensor,
+        read: Leaves,
     ) -> Tensor:
         """-> the log-probability of `targets` `B C`, each the token after the one at its place."""
-        x = run(params, cache, tokens, positions, read, many)
+        x = run(params, cache, tokens, positions, length, read, many)
         logits = F.logits(params, x, cfg)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.gather(-1, targets[..., None])[..., 0] - wide.logsumexp(-1)
 
-    return {"prefill": prefill, "decode": decode, "score": score}
+    return {"prefill": prefill, "decode": decode, "choose": choose, "score": score}
 
 
 def _where(rows: Tensor, new: State, old: State) -> State:

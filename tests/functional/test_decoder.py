@@ -64,7 +64,7 @@ def test_transforms_and_compile():
     torch.testing.assert_close(compiled(model.params, tokens), expected)
     jacobian = torch.func.jacrev(lambda w: F.decoder(F.tree.replace(model.params, {".norm.weight": w}), tokens, model.config)[0].sum((0, 1)))(model.params.norm.weight)  # fmt: skip
     normal = F.backbone(model.params, tokens, model.config)[0]
-    normal = F.rms_norm(normal, torch.ones_like(model.params.norm.weight), **model.config.norm.options).sum((0, 1))
+    normal = F.normalize(normal, torch.ones_like(model.params.norm.weight), **model.config.norm.options).sum((0, 1))
     torch.testing.assert_close(jacobian, model.params.head * normal, rtol=1e-4, atol=1e-4)
 
 

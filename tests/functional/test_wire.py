@@ -96,7 +96,7 @@ def test_sinks_are_an_edge_and_per_head_parameters_can_be_cut():
 
     F.attention(params, x, cfg, positions=positions, wire=FirstHead([]))
     (part,) = [n["o"] for n in seen if "o" in n]
-    q, k, v = project_qkv(params, x, cfg)
+    q, k, v, _ = project_qkv(params, x, cfg)
     whole = F.dot_product_attention(q, k, v, causal=True, sinks=params.sinks)
     torch.testing.assert_close(part, whole[:, :, :3])
 

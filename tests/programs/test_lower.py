@@ -76,8 +76,8 @@ def test_lower_lists_what_is_left():
         "\n".join(left),
         """\
 norm_linear (norm_linear): compiler (no cpu kernel)
-k_BSKE_1 (apply_rope): compiler (no cpu kernel)
-q_BSHE_1 (apply_rope): compiler (no cpu kernel)
+k_BSKE (apply_rope): compiler (no cpu kernel)
+q_BSHE (apply_rope): compiler (no cpu kernel)
 o_BSHV (decode_attention): compiler (no cpu kernel)
 norm_linear_1 (norm_linear): compiler (no cpu kernel)
 norm_linear_2 (norm_linear): compiler (no cpu kernel)

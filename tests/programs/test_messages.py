@@ -12,8 +12,9 @@ from meshfn import functional as F
 from meshfn import programs
 from meshfn.programs import dynamo
 from meshfn.programs.cli import main
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
 
+from ..families import GPT_OSS
 from ..tiny import llama
 from .test_lower import KERNEL
 
@@ -87,7 +88,7 @@ generate(max_new_tokens=...): a positive integer is needed, not 0
 
 eos_token_id: 9 tokens, at most 8
 
-generate(streamer=...): one prompt at a time, not 2
+generate(streamer=...): one row at a time, not 2
 
 input_ids: integers of shape B S are needed, not torch.float32 of shape (2, 3)
 
@@ -157,8 +158,8 @@ build: the model has no weights, it was loaded with abstract=True
 
 build(strict=True): no kernel for
     prefill norm_linear (norm_linear): compiler (no cpu kernel)
-    prefill k_BSKE_1 (apply_rope): compiler (no cpu kernel)
-    prefill q_BSHE_1 (apply_rope): compiler (no cpu kernel)
+    prefill k_BSKE (apply_rope): compiler (no cpu kernel)
+    prefill q_BSHE (apply_rope): compiler (no cpu kernel)
     prefill o_BSHV (core_attention): compiler (no cpu kernel)
     prefill norm_linear_1 (norm_linear): compiler (no cpu kernel)
     prefill h_BSF (gated_mlp): compiler (no cpu kernel)
@@ -166,8 +167,8 @@ build(strict=True): no kernel for
     prefill norm_linear (norm_linear): compiler (no cpu kernel)
     prefill sample_advance (sample_advance): compiler (no cpu kernel)
     decode norm_linear (norm_linear): compiler (no cpu kernel)
-    decode k_BSKE_1 (apply_rope): compiler (no cpu kernel)
-    decode q_BSHE_1 (apply_rope): compiler (no cpu kernel)
+    decode k_BSKE (apply_rope): compiler (no cpu kernel)
+    decode q_BSHE (apply_rope): compiler (no cpu kernel)
     decode o_BSHV (decode_attention): compiler (no cpu kernel)
     decode norm_linear_1 (norm_linear): compiler (no cpu kernel)
     decode h_BSF (gated_mlp): compiler (no cpu kernel)
@@ -224,7 +225,10 @@ def test_load(tmp_path):
     odd.model.layers[1].mlp.extra = torch.nn.Linear(2, 3)
     odd.model.norm.weight = None
     unknown_rope = llama()
-    unknown_rope.config.rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    unknown_rope.config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}
+    unknown_field = llama()
+    unknown_field.config.residual_multiplier = 0.5
+    unknown_field.config.layer_types = ["full_attention", "full_attention"]
     two_heads = llama(tied=True)
     two_heads.lm_head.weight = torch.nn.Parameter(torch.ones(97, 48))
     found = [
@@ -237,6 +241,16 @@ def test_load(tmp_path):
         message(programs.load, unknown_rope),
         message(programs.load, two_heads),
         message(programs.load, 3),
+        message(programs.load, unknown_field),
+        message(programs.load, llama(), like="lama"),
+        message(programs.load, llama(), layers=range(4)),
+        message(programs.load, llama(), layers=[0, 0]),
+        message(programs.load, llama(), layers=[-1]),
+        message(programs.load, llama(), dtype=torch.float16),
+        message(programs.load, "smollm2-135m", dtype=torch.int8),
+        message(programs.load, "smollm2-135m", device="gpu"),
+        message(programs.load, "smollm2-135m", like="qwen2"),
+        message(programs.load, GptOssForCausalLM(GptOssConfig(**GPT_OSS))),
     ]
     assert_expected_inline(
         "\n\n".join(found),
@@ -345,7 +359,7 @@ def test_command_line_says_it_in_one_line():
     assert_expected_inline(
         done.stderr,
         """\
-error: source "nowhere.gguf" is neither a file nor a known name
-    known: "smollm2-135m", or a .gguf file
+error: source "nowhere.gguf" is neither a file nor a folder nor a known name
+    known: "smollm2-135m", a Hugging Face folder or the name of a cached one, a .gguf file
 """,
     )

@@ -1,0 +1,48 @@
+"""Gemma 2: Gemma with norms behind its blocks too, capped scores and logits, windows in every other layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...functional import DecoderConfig
+from . import Family, parts
+
+NORMS = {
+    "input_layernorm": "attention.norm",
+    "post_attention_layernorm": "attention.post_norm",
+    "pre_feedforward_layernorm": "mlp.norm",
+    "post_feedforward_layernorm": "mlp.post_norm",
+}
+NAMES = parts.names(parts.ATTENTION, parts.MLP, NORMS)
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """transformers' `Gemma2Config`, as a mapping, to ours."""
+    norm, bias = parts.rms(hf, zero_centered=True, scale_in_fp32=True), hf.get("attention_bias", False)
+    attentions = [
+        parts.attention(
+            hf,
+            qkv_bias=bias,
+            o_bias=bias,
+            norm=norm,
+            post_norm=norm,
+            rope=parts.rope(hf),
+            window=window,
+            softcap=hf.get("attn_logit_softcapping"),
+            softmax_scale=hf["query_pre_attn_scalar"] ** -0.5,
+        )
+        for window in parts.windows(hf)
+    ]
+    mlp = parts.mlp(hf, hf.get("hidden_activation") or "gelu_pytorch_tanh", norm=norm, post_norm=norm)
+    return parts.decoder(
+        hf,
+        parts.layers(hf, attentions, mlp),
+        norm,
+        tied=True,
+        embedding_multiplier=hf["hidden_size"] ** 0.5,
+        final_logit_softcapping=hf.get("final_logit_softcapping"),
+    )
+
+
+FAMILY = Family(model_type="gemma2", config=config, names=NAMES)

@@ -1,0 +1,52 @@
+"""Gemma 3, text: Gemma 2 with queries and keys normalised, and another rotary base where there is a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...functional import DecoderConfig
+from . import Family, parts
+
+NORMS = {
+    "input_layernorm": "attention.norm",
+    "post_attention_layernorm": "attention.post_norm",
+    "pre_feedforward_layernorm": "mlp.norm",
+    "post_feedforward_layernorm": "mlp.post_norm",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+}
+NAMES = parts.names(parts.ATTENTION, parts.MLP, NORMS)
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """transformers' `Gemma3TextConfig`, as a mapping, to ours."""
+    norm, bias = parts.rms(hf, zero_centered=True, scale_in_fp32=True), hf.get("attention_bias", False)
+    attentions = [
+        parts.attention(
+            hf,
+            qkv_bias=bias,
+            o_bias=bias,
+            norm=norm,
+            post_norm=norm,
+            qk_norm=norm,
+            rope=parts.rope(hf, kind),
+            window=window,
+            softcap=hf.get("attn_logit_softcapping"),
+            softmax_scale=hf["query_pre_attn_scalar"] ** -0.5,
+        )
+        for kind, window in zip(hf["layer_types"], parts.windows(hf), strict=True)
+    ]
+    mlp = parts.mlp(hf, hf.get("hidden_activation") or "gelu_pytorch_tanh", norm=norm, post_norm=norm)
+    _ = hf.get("sliding_window_pattern")  # said by layer_types
+    return parts.decoder(
+        hf,
+        parts.layers(hf, attentions, mlp),
+        norm,
+        tied=True,
+        embedding_multiplier=hf["hidden_size"] ** 0.5,
+        final_logit_softcapping=hf.get("final_logit_softcapping"),
+    )
+
+
+FAMILY = Family(model_type="gemma3_text", config=config, names=NAMES)

@@ -1,0 +1,66 @@
+"""Write a model as a checkpoint that transformers loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import Decoder, tree
+from .hf_config import architecture, normalized
+from .model import Model
+from .write import write_checkpoint
+
+__all__ = ["save"]
+
+
+def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+    """Write config.json, the weights (safetensors, in files of `max_shard_size` at most), generation_config.json and
+    the tokenizer. What `load` and transformers read from there is the same to the bit.
+
+    Trained parameters are saved by `save(dataclasses.replace(model, params=params), folder)`. An existing checkpoint is
+    replaced at once when the new one is complete; interrupted before that, it stays whole. Other files in the folder
+    stay too. Raises `ValueError` and `TreeError` before anything is written.
+    """
+    if model.device.type == "meta":
+        raise ValueError("save: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
+    if model.family is None:
+        raise ValueError("save: the model came from no checkpoint, so no family says how to write it")
+    tree.check(model.params, Decoder.abstract(model.config), what="model.params")
+    leaves = tree.paths(model.params)
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    for name, paths in model.family.paths(len(model.config.layers)).items():
+        parts = [leaves[path] for path in paths if path in leaves]
+        if parts:
+            tensors[name] = partial(_joined, parts)
+    write_checkpoint(
+        Path(folder),
+        tensors,
+        config=_config(model, model.family.model_type),
+        generation=dict(model.generation) or None,
+        tokenizer=model.tokenizer,
+        max_shard_size=max_shard_size,
+    )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The checkpoint's tensor of leaves that lie one below the other in it."""
+    return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+
+
+def _config(model: Model, model_type: str) -> dict[str, Any]:
+    fields: Mapping[str, Any] = model.hf_config
+    if "transformers_version" not in fields:  # as a GGUF file has them: some, under old names
+        fields = normalized(fields, model_type)
+    stops = list(model.eos_token_id)
+    return {
+        **fields,
+        "architectures": fields.get("architectures") or [architecture(model_type)],
+        "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
+        "pad_token_id": model.pad_token_id,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }

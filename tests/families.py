@@ -1,0 +1,95 @@
+"""Tiny random models of every family: transformers' own modules, whose parameters ours reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "eager",
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [2.0, 4.0, 9.0],
+    "original_max_position_embeddings": 16,
+    "partial_rotary_factor": 0.75,
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# id -> model_type and what its config says beside SIZES; a window is shorter than the tests' prompts
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN, "attention_bias": True}),
+    "llama-dynamic": (
+        "llama",
+        {
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 500.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": 5, "head_dim": 12}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 10, "attention_bias": True}),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True},
+    ),
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 7, "layer_types": KINDS}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 3}),
+    "phi3": ("phi3", {"sliding_window": 6, "attention_dropout": 0.0}),
+    "phi3-long": (
+        "phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 16},
+    ),
+    "phi": ("phi", {"num_key_value_heads": 6, "qk_layernorm": True}),
+    "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+}
+
+GPT_OSS = SIZES | {
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "sliding_window": 5,
+    "layer_types": KINDS,
+    "rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0},
+}
+
+
+def family(name: str, **more: Any) -> Any:
+    """A module with random weights, large enough that a wrong step shows, norms and biases included."""
+    model_type, given = FAMILIES[name]
+    config = CONFIG_MAPPING[model_type](**SIZES | given | more)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.5))
+            if parameter.dim() == 1:
+                parameter += 0.5
+    module.generation_config.eos_token_id = None
+    module.generation_config.pad_token_id = 0
+    return module

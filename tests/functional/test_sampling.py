@@ -1,0 +1,400 @@
+"""Sampling against transformers' processors, to the bit, and against what a draw must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+import transformers
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn.functional import sampling
+from meshfn.functional.sampling import Controls, draw, fold_seed, penalize, sample, uniform, warp
+from torch import Tensor
+
+NONE = torch.tensor([], dtype=torch.int64)
+
+
+def controls(batch: int, vocab: int, **given) -> Controls:
+    """`Controls.off` with some fields replaced, by a value for all rows or a list."""
+    new = Controls.off(batch, vocab)
+    for name, value in given.items():
+        values = torch.tensor(value, dtype=getattr(new, name).dtype).expand(batch).clone()
+        new = dataclasses.replace(new, **{name: values})
+    return new
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+    )
+
+
+def transformers_warp(scores: Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=None, stable=True) -> Tensor:
+    """As generate builds the list. stable: equal scores in the order of the vocabulary, which torch.sort leaves open
+    on a CPU; then its results are defined to the bit."""
+    steps = transformers.LogitsProcessorList()
+    if temperature != 1.0:
+        steps.append(transformers.TemperatureLogitsWarper(temperature))
+    if top_k:
+        steps.append(transformers.TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        steps.append(transformers.TopPLogitsWarper(top_p))
+    if min_p is not None:
+        steps.append(transformers.MinPLogitsWarper(min_p))
+    with pytest.MonkeyPatch.context() as patch:
+        if stable:
+            patch.setattr(torch, "sort", lambda x, descending: x.sort(stable=True, dim=-1, descending=descending))
+        return steps(None, scores.clone())
+
+
+def kinds_of_scores(vocab: int) -> Tensor:
+    """Plain, peaked, flat, in a few steps (ties), half of them -inf, all equal, one finite, huge, tiny, signed zeros."""
+    plain = torch.randn(vocab)
+    masked = torch.where(torch.rand(vocab) < 0.5, plain, -torch.inf)
+    one = torch.full((vocab,), -torch.inf)
+    one[vocab // 2] = 1.0
+    huge = torch.where(plain > 1, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min)
+    zeros = torch.where(plain > 0, 0.0, -0.0)
+    rows = [plain, plain * 20, plain / 100, (plain * 2).round(), masked, plain * 0 + 3, one, huge, plain * 1e-38, zeros]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 37, 1000])
+def test_warp_equals_transformers(vocab):
+    scores = kinds_of_scores(vocab)
+    temperatures, top_ps = [1.0, 0.7, 1.3, 0.01], [1.0, 0.9, 0.5, 0.37, 0.0]
+    options = itertools.product(temperatures, [0, 1, 3, 50], top_ps, [None, 0.0, 0.05, 1.0])
+    for temperature, top_k, top_p, min_p in options:
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        expected = transformers_warp(scores, **given)
+        ours = {"temperature": temperature, "top_k": top_k or vocab, "top_p": top_p, "min_p": min_p or 0.0}
+        assert same(warp(scores, controls(len(scores), vocab, **ours)), expected), given
+
+
+def test_warp_equals_transformers_on_random_options_a_row_each():
+    scores = torch.randn(300, 200) * torch.logspace(-1, 1.5, 300)[:, None]
+    scores[::3] = (scores[::3] * 2).round() / 2
+    given = {
+        "temperature": (torch.rand(300) * 3 + 0.01).tolist(),
+        "top_k": torch.randint(1, 201, (300,)).tolist(),
+        "top_p": torch.rand(300, dtype=torch.float64).tolist(),
+        "min_p": (torch.rand(300) * 0.3).tolist(),
+    }
+    got = warp(scores, controls(300, 200, **given))
+    for i, row in enumerate(scores):
+        expected = transformers_warp(row[None], **{name: values[i] for name, values in given.items()})
+        assert same(got[i : i + 1], expected), i
+    assert len(set(got.isfinite().sum(-1).tolist())) > 30
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.5, 0.2])
+def test_ties_at_the_edge_of_top_p(top_p):
+    """Transformers as it is: without ties the same tokens, with ties as many and as likely ones."""
+    scores = torch.cat((torch.randn(8, 500), torch.randn(8, 500).round(), torch.zeros(1, 500)))
+    got = warp(scores, controls(len(scores), 500, top_p=top_p))
+    expected = transformers_warp(scores, top_p=top_p, stable=False)
+    assert torch.equal(got[:8], expected[:8])
+    assert torch.equal(got.sort(-1).values, expected.sort(-1).values)
+    assert torch.equal(got[-1].isfinite(), torch.arange(500) >= 500 - int(got[-1].isfinite().sum()))
+
+
+def test_top_p_is_not_rounded_to_fp32():
+    """Equal tokens put sums of probabilities right on the edge, where 1 - top_p in fp32 is another number."""
+    differ = 0
+    for vocab, hundredth in itertools.product((4, 5, 10, 100), range(100)):
+        top_p, scores = hundredth / 100, torch.zeros(1, vocab)
+        expected = transformers_warp(scores, top_p=top_p)
+        assert same(warp(scores, controls(1, vocab, top_p=top_p)), expected), top_p
+        rounded = float(torch.tensor(top_p, dtype=torch.float32))
+        differ += not same(warp(scores, controls(1, vocab, top_p=rounded)), expected)
+    assert differ > 5
+
+
+def test_what_is_off_changes_no_bit():
+    logits = torch.cat((kinds_of_scores(60), torch.full((1, 60), torch.nan)))
+    counts = torch.randint(0, 3, logits.shape, dtype=torch.int32)
+    off = Controls.off(len(logits), 60)
+    for name, x in {"penalize": penalize(logits, counts, off), "warp": warp(logits, off)}.items():
+        assert torch.equal(x.view(torch.int32), logits.view(torch.int32)), name
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.2, 0.5, 7.3])
+def test_repetition_penalty_equals_transformers(penalty):
+    processor, logits = transformers.RepetitionPenaltyLogitsProcessor(penalty), kinds_of_scores(60)
+    ids = torch.randint(0, 40, (len(logits), 25))
+    counts = torch.zeros(logits.shape, dtype=torch.int32).scatter_add(1, ids, torch.ones_like(ids, dtype=torch.int32))
+    expected = processor(ids, logits.clone())
+    assert same(penalize(logits, counts, controls(len(logits), 60, repetition_penalty=penalty)), expected)
+    half = logits.nan_to_num(neginf=-50.0).clamp(-50, 50).bfloat16()
+    expected = processor(ids, half.float())
+    assert same(penalize(half, counts, controls(len(logits), 60, repetition_penalty=penalty)), expected)
+
+
+def test_presence_and_frequency_in_words():
+    """logit - presence where it stands at all - frequency times how often, after the repetition penalty."""
+    logits = torch.tensor([[4.0, 4.0, -4.0, 0.0, -torch.inf]])
+    counts = torch.tensor([[0, 1, 3, 2, 2]], dtype=torch.int32)
+    given = controls(1, 5, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    expected = [4.0, 4.0 / 2 - 0.5 - 0.25, -4.0 * 2 - 0.5 - 0.75, 0.0 - 0.5 - 0.5, -torch.inf]
+    assert penalize(logits, counts, given).tolist() == [expected]
+    assert penalize(logits.double(), counts, given).dtype == torch.float64
+
+
+def test_philox_known_answers():
+    """The vectors that Random123 publishes (kat_vectors, philox4x32 10), with integers and with tensors."""
+    ones = 0xFFFFFFFF
+    vectors = [
+        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((ones,) * 4, (ones,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ]
+    pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
+    vectors += [(tuple(pi[:4]), tuple(pi[4:]), "d16cfe09 94fdcceb 5001e420 24126ea1")]
+    for counter, key, expected in vectors:
+        assert " ".join(f"{x:08x}" for x in sampling._philox(counter, key)) == expected
+        tensors = sampling._philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+        assert " ".join(f"{int(x):08x}" for x in tensors) == expected
+
+
+def test_uniform_is_philox_of_seed_and_counter():
+    """The first 27 and 26 bits of two words, over 2^53; both words of seed and counter count."""
+    seeds, counters = [0, 2**63 - 1, 5, 5 + 2**32, 5, 5], [0, 2**40 + 3, 7, 7, 7 + 2**32, -1]
+    got = uniform(torch.tensor(seeds), torch.tensor(counters)).tolist()
+    for seed, counter, u in zip(seeds, counters, got, strict=True):
+        words = (counter % 2**32, counter // 2**32 % 2**32, 0, 0)
+        a, b, _, _ = sampling._philox(words, (seed % 2**32, seed // 2**32))
+        assert u == (a // 2**5 * 2**26 + b // 2**6) / 2**53
+    assert len(set(got)) == len(got)
+    assert got[0] == (0x6627E8D5 // 2**5 * 2**26 + 0xE169C58D // 2**6) / 2**53
+
+
+def test_uniform_is_uniform():
+    """100,000 counters of one seed, and seeds of one counter: 100 cells, chi-squared of 99 degrees below 180 (a fair
+    generator exceeds it once in 10^6), and no correlation of neighbours beyond 5 sigma."""
+    n = 100_000
+    many, one = torch.arange(n), torch.full((n,), 12345)
+    for u in (uniform(one, many), uniform(many, one)):
+        assert float(u.min()) >= 0
+        assert float(u.max()) < 1
+        cells = torch.bincount((u * 100).long(), minlength=100).double()
+        assert float(((cells - n / 100) ** 2 / (n / 100)).sum()) < 180
+        assert abs(float(((u[1:] - 0.5) * (u[:-1] - 0.5)).mean()) * 12) < 5 / math.sqrt(n)
+
+
+def test_fold_seed():
+    found = {fold_seed(seed, i) for seed in (0, 1, 2, 2**32, 2**63 - 1) for i in range(200)}
+    assert len(found) == 1000
+    assert all(0 <= each < 2**63 for each in found)
+    # As first released: a seed must give the same tokens for good.
+    assert [fold_seed(0, 1), fold_seed(7, 0)] == [7295404027446279926, 4565936198957886679]
+
+
+def test_draw_is_the_inverse_of_the_cumulative_distribution():
+    """Weights 1 0 2 1, so 1/4, 0, 1/2, 1/4: edges belong to the token after them."""
+    scores = torch.tensor([1.0, 0.0, 2.0, 1.0]).double().log().expand(9, 4)
+    below = math.nextafter(1.0, 0.0)
+    u = [0, 0.1, math.nextafter(0.25, 0), 0.25, 0.5, math.nextafter(0.75, 0), 0.76, 0.99, below]
+    assert draw(scores, torch.tensor(u, dtype=torch.float64)).tolist() == [0, 0, 0, 2, 2, 2, 3, 3, 3]
+
+
+def test_draw_never_takes_what_has_no_probability():
+    inf = torch.inf
+    below = math.nextafter(1.0, 0.0)
+    rows = [
+        [-inf, 0.0, -inf, -inf],
+        [-inf, 0.0, 0.0, -inf],
+        [-inf, -1e4, 0.0, -1e4],  # exp(-1e4) is 0 in fp64
+        [-inf, 3e38, -3e38, -inf],
+        [-inf, inf, 3e38, inf],
+        [-inf, -3e38, -inf, -inf],
+    ]
+    scores = torch.tensor(rows)
+    assert draw(scores, torch.zeros(6)).tolist() == [1, 1, 2, 1, 1, 1]
+    assert draw(scores, torch.full((6,), below, dtype=torch.float64)).tolist() == [1, 2, 2, 1, 3, 1]
+    # 1 itself, which no generator should give, is no reason to leave the vocabulary.
+    assert draw(scores, torch.ones(6)).tolist() == [1, 2, 2, 1, 3, 1]
+    wide = torch.where(torch.rand(50, 5000) < 0.3, torch.randn(50, 5000) * 10, -inf)
+    for u in (torch.zeros(50), torch.rand(50), torch.full((50,), below)):
+        assert bool((wide.gather(1, draw(wide, u.double())[:, None]) > -inf).all())
+
+
+def test_draw_survives_a_sum_that_does_not_rise(monkeypatch):
+    """A parallel sum, as on a GPU, rounds each element by itself: here by up to 1e-15, as u comes by an edge."""
+    plain = Tensor.cumsum
+    monkeypatch.setattr(Tensor, "cumsum", lambda x, dim: plain(x, dim) * (1 + 1e-15 * (2 * torch.rand_like(x) - 1)))
+    scores = torch.full((2000, 30), -torch.inf)
+    scores[:, [3, 4, 20]] = 0.0
+    u = torch.tensor([1 / 3, 2 / 3, 1 - 1e-15, math.nextafter(1.0, 0.0)], dtype=torch.float64).repeat(500)
+    assert set(draw(scores, u).tolist()) == {3, 4, 20}
+
+
+def test_draw_gives_0_for_a_row_that_is_no_distribution():
+    scores = torch.randn(5, 7)
+    scores[1, 3] = torch.nan
+    scores[3] = -torch.inf
+    u = torch.full((5,), 0.9)
+    got, good = draw(scores, u), [0, 2, 4]
+    assert got[[1, 3]].tolist() == [0, 0]
+    assert got[good].tolist() == draw(scores[good], u[good]).tolist()
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.5, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+def test_frequencies_of_draws(given):
+    """20,000 draws over 12 tokens: each frequency within 5 sigma of its probability."""
+    n, vocab = 20_000, 12
+    logits = torch.randn(1, vocab) * 1.5
+    options = controls(n, vocab, do_sample=True, seed=99, **given)
+    zeros = torch.zeros(n, vocab, dtype=torch.int32)
+    token, *_ = sample(logits.expand(n, -1), torch.arange(n), zeros, options, NONE)
+    probs = warp(logits.double(), controls(1, vocab, **given)).softmax(-1)[0]
+    sigma = (probs * (1 - probs) / n).sqrt()
+    found = torch.bincount(token, minlength=vocab).double() / n
+    assert bool(((found - probs).abs() <= 5 * sigma).all())
+    assert bool((found[probs == 0] == 0).all())
+
+
+def mixed(batch: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Controls]:
+    """A batch in which each row has options of its own, every other row drawn."""
+    logits = torch.randn(batch, vocab) * 3
+    counts = torch.randint(0, 3, (batch, vocab), dtype=torch.int32)
+    ends = {
+        "temperature": (0.5, 1.5), "top_k": (3, batch + 2), "top_p": (0.5, 1.0), "min_p": (0.0, 0.2),
+        "repetition_penalty": (0.8, 1.3), "presence_penalty": (-0.5, 0.5), "frequency_penalty": (0.5, -0.5),
+    }  # fmt: skip
+    given = {name: torch.linspace(*each, batch).tolist() for name, each in ends.items()}
+    seeds = [fold_seed(3, i) for i in range(batch)]
+    options = controls(batch, vocab, do_sample=[i % 2 == 0 for i in range(batch)], seed=seeds, **given)
+    return logits, torch.arange(batch) * 3, counts, options
+
+
+def test_a_row_equals_itself_alone_and_in_other_company():
+    logits, positions, counts, options = mixed(8, 300)
+    eos = torch.tensor([4])
+    whole = sample(logits, positions, counts, options, eos)
+    order = torch.randperm(8)
+    shuffled = sample(logits[order], positions[order], counts[order], F.tree.map(lambda x: x[order], options), eos)
+    assert all(torch.equal(a[order], b) for a, b in zip(whole, shuffled, strict=True))
+    for i in range(8):
+        row = slice(i, i + 1)
+        alone = sample(logits[row], positions[row], counts[row], F.tree.map(lambda x, row=row: x[row], options), eos)
+        assert all(torch.equal(a[row], b) for a, b in zip(whole, alone, strict=True)), i
+
+
+def test_sample_without_options_is_greedy():
+    logits = torch.cat((kinds_of_scores(60), torch.randn(3, 60).round()))
+    positions = torch.arange(len(logits)) - 1
+    counts = torch.randint(0, 3, logits.shape, dtype=torch.int32)
+    eos = torch.tensor([int(logits[3].argmax()), 50])
+    token, logprob, after, _ = sample(logits, positions, counts, Controls.off(len(logits), 60), eos)
+    for got, expected in zip((token, logprob, after), F.sample_advance(logits, positions, eos), strict=True):
+        assert same(got, expected)
+
+
+def test_what_sample_gives_back():
+    """The log-probability is the model's own, greedy rows take the largest of the penalized scores (the lowest among
+    equals), ends and counts are those of active rows."""
+    logits, positions, counts, options = mixed(8, 30)
+    positions[5] = -1
+    first, *_ = sample(logits, positions, counts, options, NONE)
+    token, logprob, after, new = sample(logits, positions, counts, options, first[2:4])
+    assert torch.equal(token, first)
+    torch.testing.assert_close(logprob, logits.log_softmax(-1).gather(1, token[:, None])[:, 0])
+    scores = penalize(logits, counts, options)
+    assert torch.equal(token[1::2], scores.argmax(-1)[1::2])
+    assert torch.equal(token[::2], draw(warp(scores, options), uniform(options.seed, positions))[::2])
+    assert [int(p) for p in after] == [-1 if t in first[2:4] else int(p) for t, p in zip(token, positions, strict=True)]
+    assert torch.equal(new, counts + torch.nn.functional.one_hot(token, 30) * (positions >= 0)[:, None])
+    assert new.dtype == torch.int32
+    for given, widest in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert sample(logits.to(given), positions, counts, options, NONE)[1].dtype == widest
+
+
+@pytest.mark.parametrize("bad", ["nan", "all nan", "+inf", "all -inf"])
+def test_a_row_that_is_no_distribution_ends_alone(bad):
+    logits, positions, counts, options = mixed(8, 30)
+    broken = logits.clone()
+    broken[2:4] = {"all nan": torch.nan, "all -inf": -torch.inf}.get(bad, 0.0)
+    broken[2:4, 9] = {"nan": torch.nan, "all nan": torch.nan, "+inf": torch.inf, "all -inf": -torch.inf}[bad]
+    good, bad_rows = [0, 1, 4, 5, 6, 7], [2, 3]
+    for fn in (lambda x: sample(x, positions, counts, options, NONE), lambda x: F.sample_advance(x, positions, NONE)):
+        before, after = fn(logits), fn(broken)
+        assert all(torch.equal(a[good], b[good]) for a, b in zip(before, after, strict=True))
+        assert after[0][bad_rows].tolist() == [0, 0]
+        assert bool(after[1][bad_rows].isnan().all())
+        assert after[2][bad_rows].tolist() == [-1, -1]
+    _, _, after, kept = sample(broken, torch.full((8,), -1), counts, options, NONE)
+    assert set(after.tolist()) == {-1}, "what has ended stays so"
+    assert torch.equal(kept, counts)
+    assert F.greedy(broken)[0][2:4].tolist() == [0, 0]
+
+
+def test_a_greedy_row_does_not_feel_options_of_drawn_ones():
+    """Options that make NaN of the drawn branch: 0/0 and an overflow to +inf."""
+    logits = torch.tensor([[0.0, 2.0, 1.0]] * 3)
+    zeros = torch.zeros(3, 3, dtype=torch.int32)
+    options = controls(3, 3, do_sample=[False, False, True], temperature=[0.0, math.nan, 1e-44])
+    token, logprob, after, _ = sample(logits, torch.tensor([3, 4, 5]), zeros, options, NONE)
+    torch.testing.assert_close(logprob[:2], logits.log_softmax(-1)[:2, 1])
+    assert token[:2].tolist() == [1, 1]
+    assert int(token[2]) in (1, 2)  # both overflow, and are then equal
+    assert after.tolist() == [3, 4, 5]
+
+
+def test_traces_once_and_values_do_not_recompile():
+    compiles = []
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(lambda *given: sample(*given), fullgraph=True, backend=backend)
+    logits, positions, counts, options = mixed(4, 50)
+    eos = torch.tensor([7, -1])
+    others = [
+        options,
+        Controls.off(4, 50),
+        controls(4, 50, do_sample=True, temperature=0.3, top_k=1, seed=2**62),
+        controls(4, 50, do_sample=True, top_p=0.1, min_p=0.9, repetition_penalty=3.0, seed=[1, 2, 3, 4]),
+    ]
+    for i, each in enumerate(others):
+        expected = sample(logits, positions + i, counts, each, eos)
+        for got, want in zip(compiled(logits, positions + i, counts, each, eos), expected, strict=True):
+            assert torch.equal(got, want)
+    assert len(compiles) == 1
+
+
+def test_vmap_over_rows_of_options():
+    """Many options for the same logits, one at a time."""
+    logits, positions, counts, options = mixed(4, 20)
+    one = lambda c: sample(logits[:1], positions[:1], counts[:1], F.tree.map(lambda x: x[None], c), NONE)[:2]  # noqa: E731
+    token, logprob = torch.vmap(one)(options)
+    repeated = (x[:1].expand(4, *x.shape[1:]) for x in (logits, positions, counts))
+    expected = sample(*repeated, options, NONE)
+    assert torch.equal(token[:, 0], expected[0])
+    torch.testing.assert_close(logprob[:, 0], expected[1])
+
+
+def test_messages():
+    logits, positions, counts, options = mixed(3, 5)
+    with pytest.raises(F.ShapeError) as first:
+        sample(logits, positions[:2], counts, options, NONE)
+    with pytest.raises(F.ShapeError) as second:
+        warp(logits, Controls.off(2, 5))
+    assert_expected_inline(
+        f"{first.value}\n\n{second.value}",
+        """\
+sample(positions=...): B is 3 in logits but 2 in positions
+    logits   : B Z = 3 5
+    positions: B = 2
+                   ^
+    so far: B=3 Z=5
+
+warp(controls.temperature=...): B is 3 in scores but 2 in controls.temperature
+    scores              : B Z = 3 5
+    controls.temperature: B = 2
+                              ^
+    so far: B=3 Z=5""",
+    )

@@ -1,0 +1,393 @@
+"""What a user may ask of sampling: read, refused, and stop strings against transformers' criterion."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn.functional.sampling import Controls, fold_seed, sample
+from meshfn.programs.load import _packaged_file, _tokenizer_of
+from meshfn.programs.sampling import StopStrings, needs_sampling, prompt_counts, read_controls
+from transformers import StopStringCriteria
+
+PROGRAM = {"rows": 2, "vocab_size": 97, "device": "cpu", "batch": 3}
+
+
+def message(fn, *args, **given):
+    with pytest.raises((ValueError, TypeError)) as error:
+        fn(*args, **given)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_defaults_are_those_of_transformers_and_padding_is_off():
+    controls, seeds = read_controls(**PROGRAM, do_sample=True, seed=5)
+    off = Controls.off(3, 97)
+    found = {path: leaf.tolist() for path, leaf in F.tree.paths(controls).items()}
+    assert found.pop(".do_sample") == [True, True, False]
+    assert found.pop(".top_k") == [50, 50, 97]
+    assert found.pop(".seed") == [fold_seed(5, 0), fold_seed(5, 1), 0]
+    assert seeds == [fold_seed(5, 0), fold_seed(5, 1)]
+    assert all(values == getattr(off, path[1:]).tolist() for path, values in found.items())
+    assert all(a.dtype == b.dtype for a, b in zip(F.tree.leaves(controls), F.tree.leaves(off), strict=True))
+
+
+def test_values_reach_their_rows():
+    given = {
+        "temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": -0.5,
+        "frequency_penalty": 2,
+    }  # fmt: skip
+    controls, _ = read_controls(**PROGRAM, **given)
+    for name, value in given.items():
+        leaf = getattr(controls, name)
+        assert torch.equal(leaf[:2], torch.tensor([value] * 2, dtype=leaf.dtype)), name
+    assert controls.top_p[0].item() == 0.9
+
+
+def test_none_and_0_switch_off():
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    for controls, _ in (
+        read_controls(**PROGRAM, **dict.fromkeys(names), seed=[0, 0]),
+        read_controls(**PROGRAM, top_k=0, seed=[0, 0]),
+        read_controls(**PROGRAM, top_k=10**30, seed=[0, 0]),
+    ):
+        leaves = zip(F.tree.leaves(controls), F.tree.leaves(Controls.off(3, 97)), strict=True)
+        assert all(torch.equal(a, b) for a, b in leaves)
+
+
+def test_numbers_of_numpy_are_numbers():
+    controls, seeds = read_controls(
+        **PROGRAM, temperature=np.float32(0.5), top_k=np.int64(7), top_p=np.float64(0.5), seed=np.array([3, 4])
+    )
+    assert (controls.temperature[0], controls.top_k[0], controls.top_p[0]) == (0.5, 7, 0.5)
+    assert seeds == [3, 4]
+    assert read_controls(**PROGRAM, seed=torch.tensor([2**63 - 1, 0]))[1] == [2**63 - 1, 0]
+    assert read_controls(**PROGRAM, seed=np.int64(3))[1] == read_controls(**PROGRAM, seed=3)[1]
+
+
+def test_seeds():
+    fresh = [read_controls(**PROGRAM)[1] for _ in range(3)]
+    assert len({seed for seeds in fresh for seed in seeds}) == 6
+    assert all(0 <= seed < 2**63 for seeds in fresh for seed in seeds)
+    torch.manual_seed(0)
+    assert read_controls(**PROGRAM)[1] not in fresh, "a fresh seed is none of torch's generator"
+    assert read_controls(**PROGRAM, seed=[8, 8])[1] == [8, 8]
+
+
+def test_a_row_is_drawn_again_alone_from_its_seed():
+    logits = torch.randn(3, 97)
+    positions, eos = torch.tensor([4, 5, 6]), torch.tensor([], dtype=torch.int64)
+    for seed in (None, 7):
+        given = {"rows": 3, "vocab_size": 97, "device": "cpu", "do_sample": True, "top_k": 0}
+        controls, seeds = read_controls(**given, batch=3, seed=seed)
+        token, *_ = sample(logits, positions, torch.zeros(3, 97).int(), controls, eos)
+        for i in range(3):
+            alone, _ = read_controls(**{**given, "rows": 1}, batch=2, seed=[seeds[i]])
+            two = torch.stack((logits[i], torch.zeros(97)))
+            again, *_ = sample(two, torch.tensor([4 + i, -1]), torch.zeros(2, 97).int(), alone, eos)
+            assert again[0] == token[i]
+
+
+def test_needs_sampling():
+    no = [{}, {"do_sample": False, "temperature": 0.5, "top_k": 3, "seed": 4, "min_p": 0.1}]
+    no += [{"repetition_penalty": None, "presence_penalty": 0, "frequency_penalty": None}]
+    yes = [{"do_sample": True}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -1}]
+    assert [needs_sampling(**given) for given in no + yes] == [False] * 3 + [True] * 4
+
+
+def test_prompt_counts():
+    counts = prompt_counts([[1, 3, 3], [0]], 3, 5, "cpu")
+    assert counts.tolist() == [[0, 1, 0, 2, 0], [1, 0, 0, 0, 0], [0] * 5]
+    assert counts.dtype == torch.int32
+
+
+def test_messages_of_options():
+    def refused(**given):
+        return message(read_controls, **PROGRAM, **given)
+
+    found = [
+        refused(do_sample="yes"),
+        refused(do_sample=True, temperature=0),
+        refused(temperature=0),
+        refused(do_sample=True, temperature=-1.0),
+        refused(temperature=float("nan")),
+        refused(temperature="hot"),
+        refused(temperature=True),
+        refused(temperature=torch.tensor(1.0)),
+        refused(temperature=1e-50),
+        refused(top_p=1.5),
+        refused(top_p=float("nan")),
+        refused(min_p=-0.1),
+        refused(repetition_penalty=0),
+        refused(repetition_penalty=[1.1]),
+        refused(presence_penalty=float("inf")),
+        refused(frequency_penalty=1e39),
+        refused(top_k=-1),
+        refused(top_k=2.5),
+        refused(top_k=True),
+        refused(seed=-1),
+        refused(seed=[1, 2**63]),
+        refused(seed=[1, 2, 3]),
+        refused(seed=[1, 2.5]),
+        refused(seed="7"),
+        refused(seed=True),
+    ]
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
+TypeError: generate(do_sample='yes'): True or False is needed, not str
+
+ValueError: generate(temperature=0): must be above 0
+    fix: do_sample=False for the most likely tokens
+
+ValueError: generate(temperature=0): must be above 0
+    fix: leave it out, do_sample=False needs none
+
+ValueError: generate(temperature=-1.0): must be above 0
+    fix: do_sample=False for the most likely tokens
+
+ValueError: generate(temperature=nan): must be finite
+    fix: leave it out, do_sample=False needs none
+
+TypeError: generate(temperature='hot'): a number is needed, not str
+    fix: temperature=1.0
+
+TypeError: generate(temperature=True): a number is needed, not bool
+    fix: temperature=1.0
+
+TypeError: generate(temperature=tensor(1.)): a number is needed, not Tensor
+    fix: temperature=1.0
+
+ValueError: generate(temperature=1e-50): is 0 in fp32
+    fix: leave it out, do_sample=False needs none
+
+ValueError: generate(top_p=1.5): must be between 0 and 1
+    fix: top_p=1.0, or None, to switch it off
+
+ValueError: generate(top_p=nan): must be finite
+    fix: top_p=1.0, or None, to switch it off
+
+ValueError: generate(min_p=-0.1): must be between 0 and 1
+    fix: min_p=0.0, or None, to switch it off
+
+ValueError: generate(repetition_penalty=0): must be above 0
+    fix: repetition_penalty=1.0, or None, to switch it off
+
+TypeError: generate(repetition_penalty=[1.1]): a number is needed, not list
+    fix: repetition_penalty=1.0
+
+ValueError: generate(presence_penalty=inf): must be finite
+    fix: presence_penalty=0.0, or None, to switch it off
+
+ValueError: generate(frequency_penalty=1e+39): is inf in fp32
+    fix: frequency_penalty=0.0, or None, to switch it off
+
+ValueError: generate(top_k=-1): must not be negative
+    fix: top_k=0, or None, to switch it off
+
+TypeError: generate(top_k=2.5): an integer is needed, not float
+    fix: top_k=0, or None, to switch it off
+
+TypeError: generate(top_k=True): an integer is needed, not bool
+    fix: top_k=0, or None, to switch it off
+
+ValueError: generate(seed=-1): must be in [0, 2**63)
+    fix: seed % 2**63, 9223372036854775807
+
+ValueError: generate(seed[1]=9223372036854775808): must be in [0, 2**63)
+    fix: seed[1] % 2**63, 0
+
+ValueError: generate(seed=[...]): 3 seeds for 2 rows
+    fix: one a row, or a single integer for all
+
+TypeError: generate(seed[1]=2.5): an integer is needed, not float
+
+TypeError: generate(seed='7'): an integer, or a list of them, one a row, is needed, not str
+    fix: seed=0
+
+TypeError: generate(seed=True): an integer, or a list of them, one a row, is needed, not bool
+    fix: seed=0""",
+    )
+
+
+def test_messages_of_stop_strings():
+    found = [
+        message(StopStrings, "a", None),
+        message(StopStrings, 3, object()),
+        message(StopStrings, [], object()),
+        message(StopStrings, "", object()),
+        message(StopStrings, ["a", ""], object()),
+        message(StopStrings, ["a", 5], object()),
+        message(StopStrings, "\ufffd", object()),
+    ]
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
+ValueError: generate(stop_strings=...): text needs a tokenizer, and this model has none
+    fix: eos_token_id=[...] for single tokens
+
+TypeError: generate(stop_strings=3): a string or a list of strings is needed, not int
+
+ValueError: generate(stop_strings=...): the list is empty
+    fix: leave it out
+
+ValueError: generate(stop_strings=...): an empty string would end every row at once
+    fix: leave it out
+
+ValueError: generate(stop_strings[1]): an empty string would end every row at once
+    fix: leave it out
+
+TypeError: generate(stop_strings[1]): a string is needed, not 5
+
+ValueError: generate(stop_strings=...): U+FFFD stands for bytes that are no text, and would match half a character
+    fix: the text before it""",
+    )
+
+
+def test_no_stop_strings_need_no_tokenizer():
+    stop = StopStrings(None, None)
+    assert not stop
+    assert stop.ends([1], [2, 3], 0) is None
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    path = _packaged_file("smollm2-135m")
+    assert path is not None
+    return _tokenizer_of(path)
+
+
+def pieces(tokenizer: Any, *texts: str) -> list[int]:
+    """One token a text."""
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert all(len(each) == 1 for each in ids), ids
+    return [each[0] for each in ids]
+
+
+def test_stop_strings_by_hand(tokenizer):
+    st, op, stop, opens, s, to, space_stop = pieces(tokenizer, "st", "op", "stop", "open", "s", "to", " stop")
+    ends = StopStrings("stop", tokenizer).ends
+    assert ends([s], [st, op, s], 0) == 2
+    assert ends([s], [s, stop], 0) == 2
+    assert ends([s], [to, opens, st, opens], 0) == 4, "it may end within a token"
+    assert ends([s], [space_stop], 0) == 1, "and begin within one"
+    assert ends([s, st], [op], 0) == 1, "it may begin in the prompt"
+    assert ends([stop], [s, s], 0) is None, "one in the prompt is no end"
+    assert ends([stop], [op], 0) is None
+    assert ends([stop], [stop, s], 0) == 1
+    assert ends([s], [stop, s, s, stop, s], 1) == 4, "the first `start` tokens are known"
+    assert ends([s], [stop, s], 1) is None
+    assert ends([s], [st, op], 1) == 2
+    assert ends([s], [], 0) is None
+    assert StopStrings(["op", "zzz", "st"], tokenizer).ends([s], [s, st, op], 0) == 2
+    assert StopStrings("stop" * 30, tokenizer).ends([stop] * 20, [stop] * 20, 0) == 10
+
+
+def test_stop_strings_of_characters_in_several_tokens(tokenizer):
+    text = "日🙂é"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) > 4
+    s = pieces(tokenizer, "s")
+    for cut in range(len(ids)):
+        prompt, new = s + ids[:cut], ids[cut:]
+        assert StopStrings("日🙂é", tokenizer).ends(prompt, new + s, 0) == len(new)
+    whole = [tokenizer.decode(ids[: n + 1]).count("\ufffd") == 0 for n in range(len(ids))]
+    first = whole.index(True) + 1
+    long = ids * 5
+    assert StopStrings(text * 5, tokenizer).ends(s * 50 + long[:-1], long[-1:], 0) == 1
+    assert StopStrings("日", tokenizer).ends(s, ids, 0) == first
+    assert StopStrings("日", tokenizer).ends(s + ids[:first], ids[first:], 0) is None
+    assert StopStrings("日", tokenizer).ends(s + ids[: first - 1], ids[first - 1 :], 0) == 1, (
+        "half of it is the prompt's"
+    )
+
+
+def reference(criterion: Any, prompt: list[int], new: list[int], start: int) -> int | None:
+    for n in range(start + 1, len(new) + 1):
+        if bool(criterion(torch.tensor([prompt + new[:n]]), None)):
+            return n
+    return None
+
+
+def test_stop_strings_equal_transformers(tokenizer):
+    """Random sequences of tokens that are parts of the strings, of bytes, and of anything."""
+    strings = ["stop", "\n\n", "ana", " the end", "日本", "é!", "<|im_end|>", "🙂"]
+    parts = [
+        tokenizer(text[i:j])["input_ids"]
+        for text in strings
+        for i in range(len(text))
+        for j in range(i + 1, len(text) + 1)
+    ]
+    parts += [[tokenizer.convert_tokens_to_ids(t)] for t in (*"ĥĹ¥Ã©æðŁĻĤ", "ĠæĹ")]
+    choice = random.Random(0)
+    vocabulary = sorted({t for ids in parts for t in ids if t is not None})
+    found = []
+    for names in (strings, strings[2:3], strings[4:6]):
+        criterion, ours = StopStringCriteria(tokenizer, names), StopStrings(names, tokenizer)
+        for _ in range(150):
+            row = [choice.choice(vocabulary) if choice.random() < 0.9 else choice.randrange(49152) for _ in range(24)]
+            at, start = choice.randrange(1, 12), choice.randrange(4)
+            expected = reference(criterion, row[:at], row[at:], start)
+            assert ours.ends(row[:at], row[at:], start) == expected, (names, row, at, start)
+            found.append(expected)
+    assert min(found.count(None), len(found) - found.count(None)) > 60
+
+
+def test_stop_strings_check_by_check_and_far_on(tokenizer):
+    """As a program asks, 16 tokens at a time, after a long text: each check decodes a window, not all there is."""
+    s, stop = pieces(tokenizer, "s", "stop")
+    row = tokenizer("日本 is far, a café is near. " * 60)["input_ids"]
+    new = row + [stop] + row
+
+    decoded = []
+
+    class Counting:
+        def decode(self, ids, **given):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, **given)
+
+    ours = StopStrings(["stop", "never this"], Counting())
+    ends = [ours.ends(row, new[:at], max(0, at - 16)) for at in range(16, len(new) + 16, 16)]
+    assert [n for n in ends if n is not None] == [len(row) + 1]
+    assert ours.ends(row, new, 0) == len(row) + 1
+    assert max(decoded) < 150
+    assert len(decoded) < 3 * len(new)
+    assert ours.ends([s] * 5000, [stop], 0) == 1
+
+
+class Metaspace:
+    """A decoder as SentencePiece's: it strips the first space, and bytes that are no text yet are U+FFFD each."""
+
+    vocabulary = ("▁a", "▁b", "c", *(bytes([b]) for b in "é€".encode()))
+
+    def decode(self, ids, **given):
+        out, run = "", b""
+        for token in [*(self.vocabulary[i] for i in ids), ""]:
+            if isinstance(token, bytes):
+                run += token
+                continue
+            try:
+                out += run.decode()
+            except UnicodeDecodeError:
+                out += "\ufffd" * len(run)
+            out, run = out + token.replace("▁", " "), b""
+        return out.removeprefix(" ")
+
+
+def test_stop_strings_under_a_decoder_that_looks_around():
+    a, b, c, *parts = range(8)
+    stop = StopStrings([" b", "é", "€"], Metaspace())
+    assert stop.ends([a] * 50, [c, c, b], 0) == 3
+    assert stop.ends([a] * 50, [b], 0) == 1
+    assert stop.ends([b], [c], 0) is None
+    assert stop.ends([a], [c, *parts], 0) == 3
+    assert stop.ends([a], [c, *parts], 3) == 6
+    # With a part of the next character this decoder takes the one before it back, until the rest has come.
+    alone = StopStrings("é", Metaspace())
+    assert alone.ends([a], [c, *parts], 3) is None
+    assert alone.ends([a, *parts[:4]], parts[4:], 0) is None
+    assert stop.ends([a, *parts[:3]], [parts[3], c], 0) is None
