@@ -277,7 +277,7 @@ def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig) -> Tensor:
     x = torch.nn.functional.embedding(tokens, params.embed)
     if cfg.embedding_multiplier is None:
         return x
-    return x * torch.tensor(cfg.embedding_multiplier, dtype=x.dtype, device=x.device)
+    return x * torch.full((), cfg.embedding_multiplier, dtype=x.dtype, device=x.device)
 
 
 def final_norm(params: Decoder, x: Tensor, cfg: DecoderConfig) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import tree
 
@@ -18,13 +19,19 @@ __all__ = ["refuse_dropout"]
 
 def refuse_dropout(function: str, name: str, rate: float, *values: Any) -> None:
     """Raise `ValueError` where the rate is above 0 and a leaf of `values` is being differentiated."""
-    if rate and torch.is_grad_enabled():
+    if rate:
         for leaf in tree.leaves(values):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if isinstance(leaf, Tensor) and _differentiated(leaf):
                 raise ValueError(
                     f"{function}: the config has {name}={rate}, which is not computed\n"
                     f"    fix: dataclasses.replace(cfg, {name}=0.0) to train without it, torch.no_grad() for inference"
                 )
+
+
+def _differentiated(leaf: Tensor) -> bool:
+    """In reverse or, by `torch.func.jvp`, forward."""
+    backward = torch.is_grad_enabled() and leaf.requires_grad
+    return backward or forward_ad.unpack_dual(leaf).tangent is not None
 
 
 def check_rate(config: str, **rates: float) -> None:

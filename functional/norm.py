@@ -98,6 +98,7 @@ def layer_norm(
     return (scaled if bias is None else scaled + bias.to(wide)).to(x.dtype)
 
 
+@primitive
 def normalize(
     x: Tensor,
     weight: Tensor,
@@ -108,7 +109,7 @@ def normalize(
     zero_centered: bool = False,
     scale_in_fp32: bool = False,
 ) -> Tensor:
-    """The norm of a `NormConfig`: `normalize(x, params.weight, params.bias, **cfg.options)`."""
+    """x `... D`, weight and bias `D` -> `... D`, by a `NormConfig`: `normalize(x, weight, bias, **cfg.options)`."""
     _check_type("normalize", norm_type)
     if norm_type == "layer_norm":
         return layer_norm(x, weight, bias, eps=eps, zero_centered=zero_centered)

@@ -18,7 +18,7 @@ Letters: B batch, S tokens, H heads, E width of a head, R rotary width (even), M
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -155,7 +155,7 @@ def frequencies(
         growth = (factor * length.clamp_min(most) / most - (factor - 1)) ** (width / (width - 2))
         return 1.0 / (cfg.rope_theta * growth[:, None, None]) ** exponents
     if cfg.rope_type == "longrope" and length is not None:
-        long, short = (torch.tensor(f, dtype=torch.float32, device=device) for f in (cfg.long_factor, cfg.short_factor))
+        long, short = (_constant(f or (), device, torch.float32) for f in (cfg.long_factor, cfg.short_factor))
         return inverse / torch.where((length > context)[:, None, None], long, short)
     if cfg.rope_type == "yarn":
         keep = 1 - _yarn_ramp(cfg, context, width, device)
@@ -224,7 +224,14 @@ def _axis_of_pair(cfg: RopeConfig, device: torch.device) -> Tensor:
         axes = [i % 3 if i % 3 and i < 3 * section[i % 3] else 0 for i in range(sum(section))]
     else:
         axes = [axis for axis, count in enumerate(section) for _ in range(count)]
-    return torch.tensor(axes, dtype=torch.int64, device=device)
+    return _constant(axes, device, torch.int64)
+
+
+def _constant(values: Sequence[float], device: torch.device | None, dtype: torch.dtype) -> Tensor:
+    # A graph that is traced without its device has shapes alone, and Dynamo no place for a constant in it.
+    if device is not None and device.type == "meta":
+        return torch.empty(len(values), dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @primitive

@@ -89,7 +89,15 @@ def sample_advance(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> t
 
 
 def sample(
-    logits: Tensor, positions: Tensor, counts: Tensor, controls: Controls, eos_token_id: Tensor
+    logits: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    controls: Controls,
+    eos_token_id: Tensor,
+    *,
+    draws: bool = True,
+    nucleus: bool = True,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The end of a step with options: penalize, warp and draw (or take the largest), move on, notice the end.
 
@@ -97,11 +105,14 @@ def sample(
     in prompt and generated tokens, eos_token_id `N`
     -> token `B`, logprob `B`, positions `B`, counts `B Z` with the token added where positions were not -1.
     logprob is the model's own, of the logits before any option, in fp32 at least. Rows end as in `sample_advance`.
+    draws: False says that no row has do_sample, and saves what drawing costs. nucleus, most: see `warp`.
     """
     check_shapes("sample", logits=(logits, "B Z"), positions=(positions, "B"), **_rows(controls, "do_sample", "seed"))
     scores = penalize(logits, counts, controls)
-    drawn = draw(warp(scores, controls), uniform(controls.seed, positions))
-    token = torch.where(controls.do_sample, drawn, _lowest_of_the_largest(scores)[0])
+    token, _ = _lowest_of_the_largest(scores)
+    if draws:
+        warped = warp(scores, controls, nucleus=nucleus, most=most)
+        token = torch.where(controls.do_sample, draw(warped, uniform(controls.seed, positions)), token)
     wide = _wide(logits)
     total = wide.logsumexp(-1)
     # Finite for every distribution, whatever the options made of it.
@@ -126,26 +137,33 @@ def penalize(logits: Tensor, counts: Tensor, controls: Controls) -> Tensor:
     return scores - controls.frequency_penalty[:, None] * counts
 
 
-def warp(scores: Tensor, controls: Controls) -> Tensor:
+def warp(scores: Tensor, controls: Controls, *, nucleus: bool = True, most: int | None = None) -> Tensor:
     """scores `B Z` -> scores `B Z` over the temperature, -inf where top_k, top_p or min_p leave the token out.
 
     The order and the edges are transformers': all that equal the k-th largest stay; top_p drops the least likely
     tokens whose probabilities add up to 1 - top_p at most, but never the last, and among equals the lowest first
     (transformers leaves that to its sort); min_p drops what is less likely than min_p times the most likely. Each sees
-    what the one before it left.
+    the one before it left.
+    nucleus: False says that every top_p is 1; then nothing is sorted, and most says that no top_k is above it, or as 0
+    that none drops anything.
     """
     check_shapes("warp", scores=(scores, "B Z"), **_rows(controls, *_WARPERS))
     vocab_size = scores.shape[-1]
     scores = scores / controls.temperature[:, None]
-    # One sort does for top_k and top_p: what top_k drops stands first, whether it was dropped before the sort or not.
-    ascending, order = scores.sort(stable=True, dim=-1)
-    least = ascending.gather(-1, vocab_size - controls.top_k.clamp(1, vocab_size)[:, None])
-    below = ascending.masked_fill(ascending < least, -torch.inf).softmax(-1).cumsum(-1)
-    drop = below <= (1 - controls.top_p.double()).to(scores.dtype)[:, None]
-    # Without this a top_p of 1 would drop tokens whose probability rounds to 0.
-    drop = drop & (controls.top_p < 1)[:, None] & (torch.arange(vocab_size, device=scores.device) < vocab_size - 1)
-    drop = (scores < least) | drop.scatter(-1, order, drop)
-    scores = scores.masked_fill(drop, -torch.inf)
+    if nucleus:
+        # One sort does for top_k and top_p: what top_k drops stands first, dropped before the sort or after it.
+        ascending, order = scores.sort(stable=True, dim=-1)
+        least = ascending.gather(-1, vocab_size - controls.top_k.clamp(1, vocab_size)[:, None])
+        below = ascending.masked_fill(ascending < least, -torch.inf).softmax(-1).cumsum(-1)
+        drop = below <= (1 - controls.top_p.double()).to(scores.dtype)[:, None]
+        # Without this a top_p of 1 would drop tokens whose probability rounds to 0.
+        drop = drop & (controls.top_p < 1)[:, None] & (torch.arange(vocab_size, device=scores.device) < vocab_size - 1)
+        drop = (scores < least) | drop.scatter(-1, order, drop)
+        scores = scores.masked_fill(drop, -torch.inf)
+    elif most != 0:
+        best = scores.topk(vocab_size if most is None else most).values
+        least = best.gather(-1, controls.top_k.clamp(1, best.shape[-1])[:, None] - 1)
+        scores = scores.masked_fill(scores < least, -torch.inf)
     probs = scores.softmax(-1)
     return scores.masked_fill(probs < controls.min_p[:, None] * probs.amax(-1, keepdim=True), -torch.inf)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 
 from .. import functional as F
-from ..functional import tree
 from ..functional.shapes import check_positive
 from . import dynamo
 from .generate import Generation, Streamer, Timings, assemble, now, run_decode
@@ -21,9 +20,18 @@ from .lower import Kernel, lower, with_table
 from .model import Model
 from .prompts import Prompts, cut, end_tokens, read_prompts, repeated
 from .report import Plan, make_plan
-from .sampling import SamplingOptions, StopStrings, check_options, needs_sampling, prompt_counts, read_controls
+from .sampling import (
+    SamplingOptions,
+    StopStrings,
+    check_options,
+    needs_sampling,
+    prompt_counts,
+    read_controls,
+    shortcuts,
+)
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target
-from .steps import State, make_steps, packed
+from .steps import State, choose, make_steps, packed
+from .weights import Weights
 
 __all__ = ["Phase", "Program"]
 
@@ -90,9 +98,7 @@ class Program:
         self.target = Target(device.type, dtype, _arch(device))
         self.kernels = with_table(self.target, kernels)
         self.build_seconds = 0.0
-        self._params = model.params
-        self._strides = {path: leaf.stride() for path, leaf in tree.paths(model.params).items()}
-        self._converted: dict[str, Tensor] = {}
+        self._weights = Weights(model.params, model.config, device, dtype)
         self._reads: dict[int, tuple[Tensor, ...]] = {}
         # Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing.
         ropes = [each.attention.rope for each in model.config.layers]
@@ -107,7 +113,6 @@ class Program:
         steps = make_steps(model.config)
         self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
         self.decode = Phase("decode", steps["decode"], self, self._decode)
-        self._choose = Phase("choose", steps["choose"], self, self.generate)
         self._score = Phase("score", steps["score"], self, self.score)
         self.leaf_paths = LeafPaths.of(model.params, self.cache)
 
@@ -126,25 +131,12 @@ class Program:
 
     @property
     def params(self) -> F.Decoder:
-        return self._params
+        return self._weights.params
 
     @params.setter
     def params(self, new: F.Decoder) -> None:
         """Raises `TreeError` where a shape differs, `ValueError` where dtype, device or strides do."""
-        tree.check(new, F.Decoder.abstract(self.model.config), what="program.params")
-        self._check_layouts(new)
-        self._params = new
-
-    def _check_layouts(self, params: F.Decoder) -> None:
-        """Leaves must be what the program computes with, or what it has a converted copy for."""
-        faults = []
-        for path, leaf in tree.paths(params).items():
-            here = leaf.dtype == self.dtype and leaf.device == self.device
-            if (here and leaf.stride() != self._strides[path]) or (not here and path not in self._converted):
-                wanted = _layout(self.dtype, self.device, self._strides[path])
-                faults.append(f"{path}: {wanted}, but the tensor is {_layout(leaf.dtype, leaf.device, leaf.stride())}")
-        if faults:
-            raise ValueError("program.params: other parameters than it was built for\n    " + "\n    ".join(faults))
+        self._weights.replace(new)
 
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache."""
@@ -152,27 +144,15 @@ class Program:
             _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
         with self._alone():
             start = now(self.device)
-            for path, leaf in tree.paths(self._params).items():
-                if leaf.dtype != self.dtype or leaf.device != self.device:
-                    empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=self.dtype, device=self.device)
-                    self._converted[path] = empty
+            self._weights.allocate()
             inputs = self._inputs()
             for phase in (self.prefill, self.decode):
                 phase.step(*inputs, *self.sizes.idle(phase.name, self.model.config, self.dtype, self.device))
             self.build_seconds = now(self.device) - start
 
     def _inputs(self) -> tuple[Any, Any]:
-        """Parameters and caches as the steps take them: detached, so that a Parameter and a plain tensor compile alike;
-        converted copies (another dtype or device) brought up to date in place."""
-        self._check_layouts(self._params)
-
-        def live(path: str, leaf: Tensor) -> Tensor:
-            if leaf.dtype == self.dtype and leaf.device == self.device:
-                return leaf.detach()
-            return self._converted[path].copy_(leaf.detach())
-
-        new = {path: live(path, leaf) for path, leaf in tree.paths(self._params).items()}
-        return packed(tree.unflatten(tree.structure(self._params), new.values()), self.cache)
+        """Parameters and caches as the steps take them."""
+        return packed(self._weights.live(), self.cache)
 
     def _read(self, tokens: int) -> tuple[Tensor, ...]:
         """The slots that a step reads, when the longest row holds so many tokens; each size is made once."""
@@ -286,7 +266,7 @@ class Program:
         stop_strings: text that ends a row. num_return_sequences: rows of each prompt, next to each other.
         return_logprobs: of the model itself, before any option. streamer: gets the prompt and each token, batch 1.
         options: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty
-        and seed, as `read_controls` says, with transformers' defaults. Their first use compiles a small graph, once.
+        and seed, as `read_controls` says, with transformers' defaults. They are tensors: none compiles anything.
         Raises `ValueError` and `TypeError`, naming the argument, before any work.
         """
         if (prompts is None) == (input_ids is None):
@@ -310,11 +290,13 @@ class Program:
             inputs = self._inputs()
             counts = prompt_counts(read.rows, batch, vocab, self.device) if needs_sampling(**options) else None
 
-            def choose(state: State, fed: Tensor) -> State:
+            skip = {} if counts is None else shortcuts(controls, counts)
+
+            def chosen(state: State, fed: Tensor) -> State:
                 nonlocal counts
                 if counts is None:
                     return state
-                state, counts = self._choose.step(state, fed, counts, controls, eos)
+                state, counts = choose(state, fed, counts, controls, eos, **skip)
                 return state
 
             def step(state: State, taken: int, tokens: list[Tensor]) -> State:
@@ -323,12 +305,12 @@ class Program:
                 again = self._turned(read.rows, state, taken, tokens)
                 if any(again):
                     new = self._run_prefill(inputs, new, again, eos)
-                return choose(new, state.position)
+                return chosen(new, state.position)
 
             if streamer is not None:
                 streamer.put(read.input_ids)
             state = self._run_prefill(inputs, self._start(), read.rows, eos)
-            state = choose(state, self._lengths(read.rows) - 1)
+            state = chosen(state, self._lengths(read.rows) - 1)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
                 step, state, read.rows, max_new_tokens=max_new_tokens, ends=ends, texts=texts, streamer=streamer
@@ -381,10 +363,6 @@ class Program:
                 parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
         found = torch.cat(parts, 1).cpu()
         return [found[i, : len(row) - 1] for i, row in enumerate(read.rows)]
-
-
-def _layout(dtype: torch.dtype, device: torch.device, strides: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} on {device} with strides {strides}"
 
 
 def _arch(device: torch.device) -> str | None:

@@ -99,6 +99,7 @@ class Plan:
             f"  weights  {self.num_parameters / 1e6:.1f} M parameters, {size_text(self.weights)}, {whose}",
             f"  cache    {size_text(self.cache)}, {self.cache_text}, "
             + ("written in place" if self.compiled else "copied whole by each call"),
+            "  choice   the most likely token, at the end of a step; with sampling options after it, eagerly",
         ]
         for phase in self.phases.values():
             lines += ["", f"{phase.name}   {phase.header}"]

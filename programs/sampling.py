@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ..functional.sampling import Controls, fold_seed
 
-__all__ = ["SamplingOptions", "StopStrings", "check_options", "needs_sampling", "prompt_counts", "read_controls"]
+__all__ = [
+    "SamplingOptions",
+    "StopStrings",
+    "check_options",
+    "needs_sampling",
+    "prompt_counts",
+    "read_controls",
+    "shortcuts",
+]
 
 # What a decoder puts in place of bytes that are no text, or not yet.
 UNDECODED = "\ufffd"
@@ -87,6 +95,13 @@ def read_controls(
         old = getattr(off, name)
         new[name] = torch.cat((torch.tensor(value, dtype=old.dtype, device=old.device), old[rows:]))
     return Controls(**new), seeds
+
+
+def shortcuts(controls: Controls, counts: Tensor) -> dict[str, Any]:
+    """What the controls leave out of `sample`, as its keyword arguments; read from the device once a call."""
+    top_k, vocab_size = controls.top_k[controls.do_sample].tolist(), counts.shape[-1]
+    limited = any(k < vocab_size for k in top_k)
+    return {"draws": bool(top_k), "nucleus": bool((controls.top_p < 1).any()), "most": max(top_k) if limited else 0}
 
 
 def needs_sampling(

@@ -1,11 +1,11 @@
-"""The functions that a program compiles: prefill of one chunk, one decode step, a choice with options among the logits
-of either, scores of one chunk.
+"""The functions that a program compiles: prefill of one chunk, one decode step, scores of one chunk; and `choose`, the
+choice with options among the logits of the first two.
 
 Plain functions of pytrees. A cache that goes in is written in place before they return: the only place where that
 happens, so that the functions below stay pure and a program still owns one buffer a layer.
 
-Each takes `read`, one tensor for each different window of the layers (see `windows`): `0 .. n-1`, the slots that hold
-all that its queries may see.
+Each of the three takes `read`, one tensor for each different window of the layers (see `windows`): `0 .. n-1`, the
+slots that hold all that its queries may see.
 
 Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slots, N end-of-sequence tokens.
 """
@@ -25,7 +25,7 @@ from ..functional.sampling import Controls, sample
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
-__all__ = ["State", "make_steps", "packed", "windows"]
+__all__ = ["State", "choose", "make_steps", "packed", "windows"]
 
 Leaves = tuple[Tensor, ...]
 
@@ -174,17 +174,6 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         token, logprob, position = F.sample_advance(logits, after, eos_token_id)
         return State(token=token, logprob=logprob, position=position, logits=logits)
 
-    def choose(
-        state: State, fed: Tensor, counts: Tensor, controls: Controls, eos_token_id: Tensor
-    ) -> tuple[State, Tensor]:
-        """The state of a prefill or a decode step with its token chosen anew, by options, and the counts with it.
-
-        fed: `B`, the position of the token that gave these logits, -1 for a row that has ended. counts: see `sample`.
-        """
-        after = torch.where(fed >= 0, fed + 1, -1)
-        token, logprob, position, counts = sample(state.logits, after, counts, controls, eos_token_id)
-        return State(token=token, logprob=logprob, position=position, logits=state.logits), counts
-
     def score(
         params: F.Decoder,
         cache: Any,
@@ -200,7 +189,20 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.gather(-1, targets[..., None])[..., 0] - wide.logsumexp(-1)
 
-    return {"prefill": prefill, "decode": decode, "choose": choose, "score": score}
+    return {"prefill": prefill, "decode": decode, "score": score}
+
+
+def choose(
+    state: State, fed: Tensor, counts: Tensor, controls: Controls, eos_token_id: Tensor, **shortcuts: Any
+) -> tuple[State, Tensor]:
+    """The state of a prefill or a decode step with its token chosen anew, by options, and the counts with it.
+
+    fed: `B`, the position of the token that gave these logits, -1 for a row that has ended. counts, shortcuts: see
+    `sample`. Not compiled: a sort and a few passes over the logits, which a compiler would not make faster.
+    """
+    after = torch.where(fed >= 0, fed + 1, -1)
+    token, logprob, position, counts = sample(state.logits, after, counts, controls, eos_token_id, **shortcuts)
+    return dataclasses.replace(state, token=token, logprob=logprob, position=position), counts
 
 
 def _where(rows: Tensor, new: State, old: State) -> State:

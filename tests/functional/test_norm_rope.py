@@ -79,13 +79,29 @@ def test_rope_keeps_products_of_equal_distance():
 
 
 def test_bad_rope_is_refused():
-    with pytest.raises(ValueError, match='rope_type="yarn" is unknown'):
+    with pytest.raises(ValueError, match='rope_type="spiral" is unknown'):
+        F.RopeConfig(rope_type="spiral")
+    with pytest.raises(ValueError, match="needs factor, original_max"):
         F.RopeConfig(rope_type="yarn")
+    with pytest.raises(ValueError, match="factor=-1\\.0: must be above 0"):
+        F.RopeConfig(rope_type="linear", factor=-1.0)
+    with pytest.raises(ValueError, match="has no factor"):
+        F.RopeConfig(factor=2.0)
+    with pytest.raises(ValueError, match="partial_rotary_factor=0 must be"):
+        F.RopeConfig(partial_rotary_factor=0)
+    factors = {"short_factor": (1.0, 2.0), "long_factor": (1.0, 2.0), "factor": 2.0}
+    long = F.RopeConfig(rope_type="longrope", original_max_position_embeddings=8, **factors)
+    with pytest.raises(F.ShapeError, match="short_factor has 2 numbers, R/2=4 are needed"):
+        long.rotary_width(8)
+    with pytest.raises(F.ShapeError, match="must sum to R/2=4"):
+        F.RopeConfig(mrope_section=(1, 1, 1)).rotary_width(8)
+    with pytest.raises(F.ShapeError, match="needs mrope_section and M=3"):
+        F.rope_tables(torch.zeros(3, 1, 2), F.RopeConfig(), 8)
     with pytest.raises(ValueError, match="needs factor, low_freq_factor"):
         F.RopeConfig(rope_type="llama3")
     with pytest.raises(ValueError, match="has no factor"):
         F.RopeConfig(factor=2.0)
     with pytest.raises(F.ShapeError, match="R=7 must be even"):
         F.rope_tables(torch.arange(3)[None], F.RopeConfig(), 7)
-    with pytest.raises(F.ShapeError, match="R is 8 in x but 4 in cos and sin"):
-        F.apply_rope(torch.ones(1, 3, 2, 8), *F.rope_tables(torch.arange(3)[None], F.RopeConfig(), 4))
+    with pytest.raises(F.ShapeError, match="R is 8 in cos and sin, more than E=4 in x"):
+        F.apply_rope(torch.ones(1, 3, 2, 4), *F.rope_tables(torch.arange(3)[None], F.RopeConfig(), 8))

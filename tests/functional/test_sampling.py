@@ -91,6 +91,18 @@ def test_warp_equals_transformers_on_random_options_a_row_each():
     assert len(set(got.isfinite().sum(-1).tolist())) > 30
 
 
+@pytest.mark.parametrize("k", [1, 3, 50])
+def test_without_a_sort_warp_is_the_same(k):
+    scores = (torch.randn(4, 60) * 2).round(decimals=1)  # with ties
+    controls = dataclasses.replace(Controls.off(4, 60), top_k=torch.tensor([k, 1, k, 60 if k > 9 else k]))
+    controls = dataclasses.replace(
+        controls, temperature=torch.tensor([0.3, 1.0, 2.0, 1.0]), min_p=torch.full((4,), 0.1)
+    )
+    most = int(controls.top_k.max())
+    assert torch.equal(warp(scores, controls, nucleus=False, most=most), warp(scores, controls))
+    assert torch.equal(warp(scores, controls, nucleus=False), warp(scores, controls))
+
+
 @pytest.mark.parametrize("top_p", [0.9, 0.5, 0.2])
 def test_ties_at_the_edge_of_top_p(top_p):
     """Transformers as it is: without ties the same tokens, with ties as many and as likely ones."""

@@ -48,7 +48,9 @@ def test_scores_are_transformers(name):
     program = programs.build(programs.load(module), batch=3, max_len=40, chunk=8, compile=False)
     for row, found in zip(rows, program.score(rows), strict=True):
         logprobs = copy.deepcopy(module)(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
-        torch.testing.assert_close(found, logprobs.gather(-1, torch.tensor(row[1:])[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found, logprobs.gather(-1, torch.tensor(row[1:])[:, None])[:, 0], rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,7 +87,9 @@ def test_there_and_back_is_bitwise(name, tmp_path):
     assert {k: config.get(k) for k in theirs} == theirs | {"eos_token_id": [5, 7]}
     reread = programs.load(tmp_path / "ours")
     assert reread.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(F.tree.leaves(model.params), F.tree.leaves(reread.params), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(F.tree.leaves(model.params), F.tree.leaves(reread.params), strict=True)
+    )
     tokens = torch.randint(1, 97, (1, 9))
     mine = F.decoder(reread.params, tokens, reread.config)[0]
     torch.testing.assert_close(mine, module(tokens).logits, rtol=1e-4, atol=1e-4)

@@ -255,16 +255,17 @@ def test_load(tmp_path):
     assert_expected_inline(
         "\n\n".join(found),
         """\
-source "smollm3-3b" is neither a file nor a known name
-    known: "smollm2-135m", or a .gguf file
+source "smollm3-3b" is neither a file nor a folder nor a known name
+    known: "smollm2-135m", a Hugging Face folder or the name of a cached one, a .gguf file
 
 source ".../model.bin" is no GGUF file
-    fix: pass a .gguf file, or a transformers module
+    fix: pass a .gguf file or a folder, or a transformers module
 
 broken.gguf is no readable GGUF file: Sorry, file appears to be version 1953849888 which we cannot handle
 
 model_type "gpt2" is unknown
-    known: llama
+    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+    fix: like="llama", where its layers are those of a known family
 
 Linear has no transformers config
     fix: pass a ...ForCausalLM module
@@ -275,13 +276,39 @@ checkpoint and config of family llama differ
     model.layers.1.mlp.extra.weight: not expected, it has (3, 2)
     model.layers.1.mlp.extra.bias: not expected, it has (3,)
 
-rope_type "yarn" is unknown to family llama
-    known: default, llama3
+rope_type "spiral" is unknown
+    known: default, linear, dynamic, yarn, longrope, llama3
 
 the config ties lm_head.weight to model.embed_tokens.weight, but the module holds two tensors
     fix: config.tie_word_embeddings = False, or module.tie_weights()
 
-load: a module, a path or a name is needed, not int""",
+load: a module, a path or a name is needed, not int
+
+config fields that family llama does not explain
+    residual_multiplier=0.5, unknown
+    layer_types=['full_attention', 'full_attention'], unknown
+    fix: a family of its own; a field that changes nothing may be taken out of config.json
+
+like "lama" is unknown
+    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+
+load(layers=...): [2, 3] of a model that has 2 layers
+
+load(layers=[0, 0]): a layer stands there twice
+
+load(layers=[-1]): indices from 0 on are needed, such as range(4)
+
+load(dtype=..., device=...): a module has its own
+    fix: module.to(...) before load
+
+load(dtype=torch.int8): a floating torch.dtype is needed, such as torch.bfloat16
+
+load(device="gpu"): no such device
+
+load(like="qwen2"): SmolLM2-135M-Instruct.Q4_1.gguf says it is of family llama
+
+family gpt_oss: its 2 experts a layer are not computed yet, only its attention
+    fix: families.gpt_oss.attentions(config.to_dict()) are the configs of F.attention""",
     )
 
 

@@ -1,0 +1,72 @@
+"""The parameters of a program: which it reads, as a compiled graph takes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import functional as F
+from ..functional import tree
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The parameters that a program reads at each call, and the converted copies of those that lie elsewhere.
+
+    A leaf of the program's dtype and device is read where it lies. Of another, a copy is kept that `live` brings up to
+    date in place.
+    """
+
+    def __init__(self, params: F.Decoder, cfg: F.DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.params, self._cfg, self._device, self._dtype = params, cfg, device, dtype
+        self._strides = {path: leaf.stride() for path, leaf in tree.paths(params).items()}
+        self._converted: dict[str, Tensor] = {}
+
+    def replace(self, new: F.Decoder) -> None:
+        """Raises `TreeError` where a shape differs, `ValueError` where dtype, device or strides do."""
+        tree.check(new, F.Decoder.abstract(self._cfg), what="program.params")
+        self._check(new)
+        self.params = new
+
+    def allocate(self) -> None:
+        """Room for the converted copies."""
+        for path, leaf in tree.paths(self.params).items():
+            if not self._here(leaf):
+                empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=self._dtype, device=self._device)
+                self._converted[path] = empty
+
+    def live(self) -> F.Decoder:
+        """The parameters to compute with: detached, so that a Parameter and a plain tensor compile alike, each with a
+        storage of its own, converted copies brought up to date."""
+        self._check(self.params)
+        new, seen = [], set[int]()
+        for path, leaf in tree.paths(self.params).items():
+            leaf = leaf.detach()
+            if not self._here(leaf):
+                leaf = self._converted[path].copy_(leaf)
+            storage = leaf.untyped_storage().data_ptr()
+            # A region refuses arguments that share a storage, as fused projections do. They are only read, so a second
+            # handle on the same memory serves as well.
+            new.append(torch.from_dlpack(leaf) if storage in seen else leaf)  # type: ignore[attr-defined]
+            seen.add(storage)
+        params: F.Decoder = tree.unflatten(tree.structure(self.params), new)
+        return params
+
+    def _here(self, leaf: Tensor) -> bool:
+        return leaf.dtype == self._dtype and leaf.device == self._device
+
+    def _check(self, params: F.Decoder) -> None:
+        """Leaves must be what the program computes with, or what it has a converted copy for."""
+        faults = []
+        for path, leaf in tree.paths(params).items():
+            here = self._here(leaf)
+            if (here and leaf.stride() != self._strides[path]) or (not here and path not in self._converted):
+                wanted = _layout(self._dtype, self._device, self._strides[path])
+                faults.append(f"{path}: {wanted}, but the tensor is {_layout(leaf.dtype, leaf.device, leaf.stride())}")
+        if faults:
+            raise ValueError("program.params: other parameters than it was built for\n    " + "\n    ".join(faults))
+
+
+def _layout(dtype: torch.dtype, device: torch.device, strides: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device} with strides {strides}"
