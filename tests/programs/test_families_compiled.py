@@ -71,7 +71,9 @@ def test_training_step_is_seen_by_the_compiled_program(pair):
 def test_plan_says_the_bytes_of_the_rings():
     model = programs.load(family("gemma2", num_hidden_layers=4, sliding_window=40))
     head, _, decode = str(programs.plan(model, batch=2, max_len=1000, chunk=16)).partition("\n\nprefill")
-    assert_expected_inline(head + decode[decode.index("\n\ndecode") :], """\
+    assert_expected_inline(
+        head + decode[decode.index("\n\ndecode") :],
+        """\
 program Gemma2ForCausalLM   cpu float32   batch 2   max_len 1000   chunk 16
   weights  0.1 M parameters, 231.4 KiB, read where the model keeps them
   cache    666.2 KiB, 2 x (k 2 41 2 10, v 2 41 2 10); 2 x (k 2 1025 2 10, v 2 1025 2 10), written in place
@@ -109,7 +111,8 @@ decode   B=2 S=1 T<=1024
     token logprob position  sample_advance    2                              compiler (no cpu kernel)
 
 a decode step reads 231.8 KiB of weights and at most 666.2 KiB of cache
-bound: 1087.49 steps a second for each GB/s of memory bandwidth, cache full; 4213.86, cache empty""")
+bound: 1087.49 steps a second for each GB/s of memory bandwidth, cache full; 4213.86, cache empty""",
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

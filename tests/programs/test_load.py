@@ -1,0 +1,207 @@
+"""Checkpoints as a whole: other names, some layers, other dtypes, fused leaves, damage, there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn import programs
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ..families import FAMILIES, family
+
+
+def edit(folder, **fields):
+    """config.json with other fields; None takes one out."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    family("llama", num_hidden_layers=4).save_pretrained(tmp_path / "llama", max_shard_size="30kB")
+    return tmp_path / "llama"
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(F.tree.leaves(a), F.tree.leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_module_s_parameters_are_the_leaves(name):
+    """The very objects; of fused ones views, through which gradients reach them, and which `trainable` lists."""
+    module = family(name)
+    model = programs.load(module)
+    owned = {id(p) for p in module.parameters()}
+    for path, leaf in F.tree.paths(model.params).items():
+        assert id(leaf if leaf._base is None else leaf._base) in owned, path
+    assert {id(t) for t in F.tree.trainable(model.params)} == owned
+    optimizer = torch.optim.SGD(F.tree.trainable(model.params), lr=0.1)
+    tokens = torch.randint(1, 97, (2, 9))
+    for _ in range(2):
+        optimizer.zero_grad()
+        x, _ = F.backbone(model.params, tokens, model.config)
+        F.causal_lm_loss(model.params, x, model.config, tokens)[0].backward()
+        optimizer.step()
+    got, want = F.decoder(model.params, tokens, model.config)[0], module(tokens).logits
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_an_unknown_type_is_read_like_a_known_one(folder):
+    model = programs.load(folder)
+    edit(folder, model_type="supernova", nova_rate=None)
+    with pytest.raises(ValueError, match='model_type "supernova" is unknown'):
+        programs.load(folder)
+    like = programs.load(folder, like="llama")
+    assert like.config == model.config
+    assert same(like.params, model.params)
+    programs.save(like, folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "supernova"
+    edit(folder, attention_multiplier=0.3, use_dark_matter=False, attention_dropout=0.0)
+    with pytest.raises(ValueError, match=r"attention_multiplier=0\.3, unknown"):
+        programs.load(folder, like="llama")
+
+
+@pytest.mark.parametrize("layers", [[0, 2], range(3), [3, 1], []])
+def test_some_layers(folder, layers, tmp_path):
+    whole, part = programs.load(folder), programs.load(folder, layers=layers)
+    assert len(part.params.layers) == len(part.config.layers) == len(layers)
+    for i, at in enumerate(layers):
+        assert same(part.params.layers[i], whole.params.layers[at])
+    if layers:
+        programs.save(part, tmp_path / "part")
+        module = AutoModelForCausalLM.from_pretrained(tmp_path / "part", attn_implementation="eager")
+        tokens = torch.randint(1, 97, (1, 7))
+        torch.testing.assert_close(F.decoder(part.params, tokens, part.config)[0], module(tokens).logits)
+
+
+def test_some_layers_of_several_kinds(tmp_path):
+    family("gemma3").save_pretrained(tmp_path / "gemma")
+    part = programs.load(tmp_path / "gemma", layers=[1, 2])
+    assert [each.attention.window for each in part.config.layers] == [None, 5]
+    programs.save(part, tmp_path / "part")
+    assert programs.load(tmp_path / "part").config == part.config
+    abstract = programs.load(tmp_path / "gemma", layers=[1, 2], abstract=True)
+    assert abstract.config == part.config
+
+
+def test_other_dtypes_and_abstract(folder):
+    model, half = programs.load(folder), programs.load(folder, dtype=torch.bfloat16, device="cpu")
+    for a, b in zip(F.tree.leaves(model.params), F.tree.leaves(half.params), strict=True):
+        assert b.dtype == torch.bfloat16
+        assert torch.equal(a.bfloat16(), b)
+    abstract = programs.load(folder, dtype=torch.float16, abstract=True)
+    assert {leaf.device.type for leaf in F.tree.leaves(abstract.params)} == {"meta"}
+    assert abstract.dtype == torch.float16
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert programs.load(folder, abstract=True).config == model.config
+
+
+def test_saved_half_and_trained(folder, tmp_path):
+    model = programs.load(folder, dtype=torch.float16)
+    trained = dataclasses.replace(model, params=F.tree.map(lambda t: t * 1.5, model.params))
+    programs.save(trained, tmp_path / "half")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    assert again.dtype == torch.float16
+    assert same(programs.load(tmp_path / "half").params, trained.params)
+
+
+def test_saving_over_its_own_source(folder):
+    model = programs.load(folder)
+    before = F.tree.map(torch.clone, model.params)
+    (folder / "README.md").write_text("mine")
+    programs.save(model, folder)
+    assert same(model.params, before)
+    assert same(programs.load(folder).params, before)
+    assert (folder / "README.md").read_text() == "mine"
+
+
+def test_old_configs_say_the_same(folder):
+    """As transformers 4 wrote them: rope_theta and rope_scaling at the top."""
+    new = programs.load(folder)
+    edit(folder, rope_parameters=None, rope_theta=10000.0, torch_dtype="float32", pretraining_tp=1)
+    assert programs.load(folder).config == new.config
+    scaling = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 32}
+    edit(folder, rope_scaling=scaling | {"rope_type": "llama3"})
+    assert programs.load(folder).config.layers[0].attention.rope == F.RopeConfig(rope_type="llama3", **scaling)
+
+
+def test_messages(folder):
+    texts = []
+
+    def refused(**given):
+        with pytest.raises(ValueError, match=" ") as error:
+            programs.load(folder, **given)
+        texts.append(str(error.value).replace(str(folder), "<folder>"))
+
+    edit(folder, model_type="supernova")
+    refused()
+    edit(folder, model_type=None)
+    refused()
+    edit(folder, model_type="llama", hidden_size=46, head_dim=8)
+    refused()
+    edit(folder, hidden_size=48, quantization_config={"quant_method": "fp8"})
+    refused()
+    edit(folder, quantization_config=None, rope_parameters={"rope_type": "yarn", "rope_theta": 1.0, "beta": 3})
+    refused()
+    edit(folder, rope_parameters=None, hidden_act="swiglu")
+    refused()
+    edit(folder, hidden_act="silu")
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    save_file({name: t.to(torch.float8_e4m3fn) for name, t in tensors.items()}, shard)
+    refused()
+    save_file({f"{name}.twin": t for name, t in tensors.items()}, shard)
+    refused()
+    shard.write_bytes(shard.read_bytes()[:-8])
+    refused()
+    save_file(tensors, shard)
+    model = programs.load(folder, abstract=True)
+    with pytest.raises(ValueError, match="save") as error:
+        programs.save(model, folder)
+    texts.append(str(error.value))
+    with pytest.raises(ValueError, match="save") as error:
+        programs.save(programs.Model(name="own", config=model.config, params=F.Decoder.init(model.config, 0)), folder)
+    texts.append(str(error.value))
+    assert_expected_inline("\n\n".join(texts), """\
+model_type "supernova" is unknown
+    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+    fix: like="llama", where its layers are those of a known family
+
+llama/config.json names no model_type
+    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+    fix: like="llama", where its layers are those of a known family
+
+transformers' LlamaConfig refuses the config: Class validation error for validator 'validate_architecture': ValueError: The hidden size (46) is not a multiple of the number of attention heads (6).
+
+config fields that family llama does not explain
+    quantization_config={'quant_method': 'fp8'}, unknown
+    fix: a family of its own; a field that changes nothing may be taken out of config.json
+
+transformers' LlamaConfig refuses the config: "Missing required keys in `rope_parameters` for 'rope_type'='yarn': {'factor'}"
+
+MLPConfig(hidden_act="swiglu") is unknown
+    known: gelu, gelu_pytorch_tanh, relu2, silu
+
+llama: weights in formats that are not computed with
+    model.embed_tokens.weight: float8_e4m3fn
+    model.layers.0.self_attn.q_proj.weight: float8_e4m3fn
+    fix: a checkpoint in bfloat16, float16, float32 or float64
+
+checkpoint "<folder>" cannot be read
+    "model.embed_tokens.weight": the index has it in model-00001-of-00009.safetensors, which has no such tensor
+    "model.layers.0.self_attn.q_proj.weight": the index has it in model-00001-of-00009.safetensors, which has no such tensor
+
+checkpoint "<folder>" cannot be read
+    model-00001-of-00009.safetensors: size 28040, but its header says 28048: truncated
+
+save: the model has no weights, it was loaded with abstract=True
+    fix: load it without
+
+save: the model came from no checkpoint, so no family says how to write it""")
