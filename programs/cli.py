@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["main"]
 
+_SAMPLING = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "seed": int,
+}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -44,7 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m meshfn", description="Generate text, or print what would run.")
     commands = parser.add_subparsers(required=True, metavar="command")
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--model", required=True, help='"smollm2-135m" or a .gguf file')
+    common.add_argument(
+        "--model", required=True, help="a Hugging Face folder or cached name, a .gguf file, or smollm2-135m"
+    )
+    common.add_argument("--like", metavar="FAMILY", help="read an unknown model_type as this family")
     common.add_argument("--dtype", choices=_DTYPES, help="the model's unless given")
     common.add_argument("--max-len", type=_count, default=1024, help="tokens, prompt and new ones (%(default)s)")
     common.add_argument("--chunk", type=_count, default=256, help="prompt tokens a prefill call takes (%(default)s)")
@@ -55,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="put the prompt through the tokenizer's chat template")
     generate.add_argument("--no-compile", action="store_true", help="run eagerly: no build, slower tokens")
     generate.add_argument("--device", help="the model's unless given")
+    sampling = generate.add_argument_group("sampling", "as in transformers; the most likely tokens without --do-sample")
+    sampling.add_argument("--do-sample", action="store_true", help="draw tokens")
+    for name, kind in _SAMPLING.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+    sampling.add_argument("--stop-strings", nargs="+", metavar="TEXT", help="end with the token that completes one")
     generate.set_defaults(run=_generate)
 
     plan = commands.add_parser("plan", parents=[common], help="print the plan, without reading weights")
@@ -74,7 +93,7 @@ def _dtype(name: str | None) -> Any:
 def _plan(arguments: argparse.Namespace, progress: _Progress) -> int:
     from . import load, plan
 
-    model = load(arguments.model, abstract=True, progress=progress)
+    model = load(arguments.model, like=arguments.like, abstract=True, progress=progress)
     progress("tracing prefill and decode", 0, 0)
     text = str(
         plan(
@@ -95,10 +114,16 @@ def _plan(arguments: argparse.Namespace, progress: _Progress) -> int:
 def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
     from . import build, load
     from .prompts import read_prompts
+    from .sampling import read_controls
 
     if not arguments.prompt:
         raise ValueError("--prompt: the prompt is empty")
-    model = load(arguments.model, progress=progress)
+    options: Any = {name: value for name in _SAMPLING if (value := getattr(arguments, name)) is not None}
+    if arguments.do_sample:
+        options.setdefault("seed", secrets.randbits(31))
+    # Checked here too, before a build that may take half a minute.
+    read_controls(rows=1, batch=1, vocab_size=1, device="cpu", do_sample=arguments.do_sample, **options)
+    model = load(arguments.model, like=arguments.like, progress=progress)
     prompt: Any = arguments.prompt
     if arguments.chat:
         if model.tokenizer is None or not model.tokenizer.chat_template:
@@ -107,7 +132,6 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
         # Ids and not text: the template writes the special tokens that tokenizing its text would add again.
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         prompt = model.tokenizer.apply_chat_template(messages, **options)
-    # Checked here too, before a build that may take half a minute.
     rows = read_prompts(
         prompt,
         tokenizer=model.tokenizer,
@@ -131,8 +155,15 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
     if not arguments.chat:
         print(arguments.prompt, end="", flush=True)
     streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    result = program.generate(rows, max_new_tokens=arguments.max_new_tokens, streamer=streamer)
-    print(result.timings, file=sys.stderr)
+    result = program.generate(
+        rows,
+        max_new_tokens=arguments.max_new_tokens,
+        stop_strings=arguments.stop_strings,
+        do_sample=arguments.do_sample,
+        streamer=streamer,
+        **options,
+    )
+    print(result.timings, *([f"  seed {options['seed']}"] if arguments.do_sample else []), file=sys.stderr)
     return 0
 
 

@@ -75,6 +75,7 @@ def read_controls(
     `seed=[seeds[i]]` row i alone is drawn again.
     Raises `ValueError` or `TypeError`, naming the option.
     """
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if not isinstance(do_sample, bool):
         raise TypeError(f"generate(do_sample={do_sample!r}): True or False is needed, not {type(do_sample).__name__}")
     cold = "do_sample=False for the most likely tokens" if do_sample else "leave it out, do_sample=False needs none"
@@ -88,6 +89,15 @@ def read_controls(
         "top_k": min(_top_k(top_k) or vocab_size, vocab_size),
         "do_sample": do_sample,
     }
+    if not do_sample:
+        # As transformers' defaults have them they may be passed all the same.
+        idle = {"temperature": (1.0,), "top_p": (1.0,), "min_p": (0.0,), "top_k": (min(50, vocab_size), vocab_size)}
+        for name, silent in idle.items():
+            if values[name] not in silent:
+                raise ValueError(
+                    f"generate({name}={given[name]!r}): it changes nothing where no token is drawn\n"
+                    "    fix: do_sample=True, or leave it out"
+                )
     seeds = _seeds(seed, rows)
     off = Controls.off(batch, vocab_size, device)
     new = {}

@@ -93,3 +93,10 @@ def family(name: str, **more: Any) -> Any:
     module.generation_config.eos_token_id = None
     module.generation_config.pad_token_id = 0
     return module
+
+
+class Letters:
+    """A tokenizer of the letters from A on."""
+
+    def decode(self, ids, **options):
+        return "".join(chr(65 + i) for i in ids)

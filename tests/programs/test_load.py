@@ -169,7 +169,9 @@ def test_messages(folder):
     with pytest.raises(ValueError, match="save") as error:
         programs.save(programs.Model(name="own", config=model.config, params=F.Decoder.init(model.config, 0)), folder)
     texts.append(str(error.value))
-    assert_expected_inline("\n\n".join(texts), """\
+    assert_expected_inline(
+        "\n\n".join(texts),
+        """\
 model_type "supernova" is unknown
     known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
     fix: like="llama", where its layers are those of a known family
@@ -204,4 +206,5 @@ checkpoint "<folder>" cannot be read
 save: the model has no weights, it was loaded with abstract=True
     fix: load it without
 
-save: the model came from no checkpoint, so no family says how to write it""")
+save: the model came from no checkpoint, so no family says how to write it""",
+    )

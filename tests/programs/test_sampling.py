@@ -12,19 +12,14 @@ from meshfn import programs
 from meshfn.functional.sampling import draw, uniform
 from transformers import GenerationConfig
 
+from ..families import Letters
+
 ROWS = [[5, 9, 11, 9], list(range(20, 41)), [3] * 8]
 OPTIONS = {
     "default": {},
     "warped": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
     "penalized": {"repetition_penalty": 1.3, "top_k": 0, "temperature": 1.5},
 }
-
-
-class Letters:
-    """A tokenizer of the letters from A on."""
-
-    def decode(self, ids, **options):
-        return "".join(chr(65 + i) for i in ids)
 
 
 def answers(module, row, tokens, options):
@@ -174,6 +169,7 @@ def test_messages(eager):
         {"tempreature": 0.3},
         {"do_sample": True, "temperature": 0.0},
         {"top_p": 1.5},
+        {"top_k": 5},
         {"seed": [1, 2]},
         {"stop_strings": "x"},
     ):
@@ -195,6 +191,9 @@ generate(temperature=0.0): must be above 0
 
 generate(top_p=1.5): must be between 0 and 1
     fix: top_p=1.0, or None, to switch it off
+
+generate(top_k=5): it changes nothing where no token is drawn
+    fix: do_sample=True, or leave it out
 
 generate(seed=[...]): 2 seeds for 1 rows
     fix: one a row, or a single integer for all

@@ -38,7 +38,7 @@ def test_defaults_are_those_of_transformers_and_padding_is_off():
 
 def test_values_reach_their_rows():
     given = {
-        "temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": -0.5,
+        "do_sample": True, "temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": -0.5,
         "frequency_penalty": 2,
     }  # fmt: skip
     controls, _ = read_controls(**PROGRAM, **given)
@@ -61,7 +61,12 @@ def test_none_and_0_switch_off():
 
 def test_numbers_of_numpy_are_numbers():
     controls, seeds = read_controls(
-        **PROGRAM, temperature=np.float32(0.5), top_k=np.int64(7), top_p=np.float64(0.5), seed=np.array([3, 4])
+        **PROGRAM,
+        do_sample=True,
+        temperature=np.float32(0.5),
+        top_k=np.int64(7),
+        top_p=np.float64(0.5),
+        seed=np.array([3, 4]),
     )
     assert (controls.temperature[0], controls.top_k[0], controls.top_p[0]) == (0.5, 7, 0.5)
     assert seeds == [3, 4]
