@@ -9,6 +9,7 @@ from meshfn import functional as F
 from meshfn import programs
 
 from ..families import FAMILIES, family
+from .test_donation import largest_allocation
 
 # gemma3: rings beside a full cache, norms on every side, two rotary bases. phi3-long: fused leaves, angles by length.
 # phi: LayerNorm, a parallel residual, a plain MLP.
@@ -54,6 +55,20 @@ def test_an_inactive_row_changes_no_byte(pair):
     compiled.generate([[7] * 45], max_new_tokens=9)
     after = [t[1].view(torch.int32) for c in compiled.cache for t in (c.k, c.v)]
     assert all(map(torch.equal, before, after))
+
+
+def test_a_step_writes_one_slot_of_a_ring_in_place(pair):
+    name, _, compiled, _ = pair
+    if name != "gemma3":
+        return
+    state = compiled.prefill([[5] * 95, [6] * 7])
+    before = [t.view(torch.int32).clone() for c in compiled.cache for t in (c.k, c.v)]
+    whole = min(t.nbytes for t in before)
+    assert whole == 2 * 41 * 2 * 10 * 4
+    assert largest_allocation(lambda: compiled.decode(state)) < whole / 2
+    for old, new in zip(before, (t for c in compiled.cache for t in (c.k, c.v)), strict=True):
+        changed = (old != new.view(torch.int32)).flatten(2).any(-1)
+        assert [row.nonzero()[:, 0].tolist() for row in changed] == [[95 % 40 if new.shape[1] == 41 else 95], [7]]
 
 
 def test_training_step_is_seen_by_the_compiled_program(pair):
