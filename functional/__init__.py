@@ -20,7 +20,7 @@ from .loss import cross_entropy
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
 from .norm import HeadNorm, Norm, NormConfig, layer_norm, linear, norm_linear, normalize, rms_norm
 from .rope import RopeConfig, apply_rope, rope_tables
-from .sampling import greedy, sample_advance
+from .sampling import Controls, draw, greedy, penalize, sample, sample_advance, uniform, warp
 from .shapes import ShapeError
 from .tree import TreeError
 
@@ -29,6 +29,7 @@ __all__ = [
     "MLP",
     "Attention",
     "AttentionConfig",
+    "Controls",
     "Decoder",
     "DecoderConfig",
     "HeadNorm",
@@ -50,6 +51,7 @@ __all__ = [
     "decode_attention",
     "decoder",
     "dot_product_attention",
+    "draw",
     "empty_caches",
     "final_norm",
     "gated_mlp",
@@ -61,11 +63,15 @@ __all__ = [
     "mlp",
     "norm_linear",
     "normalize",
+    "penalize",
     "plain_mlp",
     "rms_norm",
     "rope_tables",
+    "sample",
     "sample_advance",
     "shapes",
     "tree",
+    "uniform",
+    "warp",
     "wire",
 ]

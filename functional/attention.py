@@ -23,7 +23,7 @@ from torch import Tensor
 from .cache import KVCache, cache_update
 from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
-from .norm import HeadNorm, Norm, NormConfig, linear, norm_in_front, norm_linear, normalize
+from .norm import HeadNorm, Norm, NormConfig, apply_norm, linear, norm_in_front, norm_linear, normalize
 from .rope import RopeConfig, apply_rope, rope_tables
 from .shapes import ShapeError, check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
@@ -83,6 +83,7 @@ class AttentionConfig:
         if self.qk_norm_wide and (self.qk_norm is None or self.qk_norm.norm_type != "rms_norm"):
             raise ValueError("AttentionConfig(qk_norm_wide=True): qk_norm must be an RMSNorm")
 
+    # Which leaves and parts there are, by their names in `Attention`.
     @property
     def plain_q(self) -> bool:
         return not self.output_gate
@@ -185,6 +186,11 @@ def attention(
         )
     if cache is not None and segment_ids is not None:
         raise ValueError("attention: segment_ids with a cache\n    fix: give each document a row of the cache")
+    if cfg.qk_norm_wide and sizes["H"] != cfg.num_attention_heads:
+        raise ShapeError(
+            f"attention: qk_norm_wide takes its mean over all {cfg.num_attention_heads} query heads, but the weights "
+            f"have {sizes['H']} of them\n    fix: replicate the query and key projections over the ranks"
+        )
     q_BSHE, k_BSKE, v_BSKV, gate = project_qkv(params, wire.pass_(x=x), cfg)
     if cfg.rope is not None:
         cos, sin = rope_tables(positions, cfg.rope, cfg.head_dim, x.dtype) if rope is None else rope
@@ -226,9 +232,7 @@ def attention(
     # Bias and norm come after the edge, which may be a sum over ranks.
     if params.o_bias is not None:
         out_BSD = out_BSD + params.o_bias
-    if params.post_norm is not None and cfg.post_norm is not None:
-        out_BSD = normalize(out_BSD, params.post_norm.weight, params.post_norm.bias, **cfg.post_norm.options)
-    return out_BSD, cache
+    return apply_norm(out_BSD, params.post_norm, cfg.post_norm), cache
 
 
 def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -248,7 +252,5 @@ def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Ten
     else:
         q, gate = q.unflatten(-1, (-1, 2, cfg.head_dim)).unbind(-2)
     k = k.unflatten(-1, (-1, cfg.head_dim))
-    if params.q_norm is not None and params.k_norm is not None and cfg.qk_norm is not None:
-        q = normalize(q, params.q_norm.weight, params.q_norm.bias, **cfg.qk_norm.options)
-        k = normalize(k, params.k_norm.weight, params.k_norm.bias, **cfg.qk_norm.options)
+    q, k = apply_norm(q, params.q_norm, cfg.q_norm), apply_norm(k, params.k_norm, cfg.k_norm)
     return q, k, v.unflatten(-1, (-1, cfg.v_head_dim or cfg.head_dim)), gate

@@ -9,7 +9,7 @@ Letters: B batch, S new tokens, T slots, K key/value heads, E key width, V value
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,28 +57,30 @@ def cache_update(
         raise ShapeError(f"cache: {slots} slots are too few for {positions.shape[1]} new tokens")
     if read is None:
         read = torch.arange(slots, device=positions.device)
-    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
     write = _slots_of(positions, slots)
-    padding = (positions < 0)[..., None, None]
-    k_new = torch.where(padding, cache.k[rows, write], k.to(cache.k.dtype))
-    v_new = torch.where(padding, cache.v[rows, write], v.to(cache.v.dtype))
-    k_cache = cache.k.index_put((rows, write), k_new)
-    v_cache = cache.v.index_put((rows, write), v_new)
+    new = _put(cache, k, v, write, positions)
     k_positions = torch.where(read <= _last(positions), read, -1)
     n = read.shape[0]
-    return KVCache(k=k_cache, v=v_cache), k_cache.narrow(1, 0, n), v_cache.narrow(1, 0, n), k_positions
+    return new, new.k.narrow(1, 0, n), new.v.narrow(1, 0, n), k_positions
+
+
+def _put(cache: KVCache, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> KVCache:
+    """The cache with k and v in `slots` `B S`, all different within a row; padding rewrites what its slot holds."""
+    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    padding = (positions < 0)[..., None, None]
+    k_new = torch.where(padding, cache.k[rows, slots], k.to(cache.k.dtype))
+    v_new = torch.where(padding, cache.v[rows, slots], v.to(cache.v.dtype))
+    k_cache = cache.k.index_put((rows, slots), k_new)
+    v_cache = cache.v.index_put((rows, slots), v_new)
+    return KVCache(k=k_cache, v=v_cache)
 
 
 def _turn_ring(
     cache: KVCache, k: Tensor, v: Tensor, positions: Tensor, read: Tensor | None, window: int
 ) -> tuple[KVCache, Tensor, Tensor, Tensor]:
     """One token a row: it is written first, since all that it sees is still there."""
-    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
     write = positions % window
-    padding = (positions < 0)[..., None, None]
-    k_new = torch.where(padding, cache.k[rows, write], k.to(cache.k.dtype))
-    v_new = torch.where(padding, cache.v[rows, write], v.to(cache.v.dtype))
-    new = KVCache(k=cache.k.index_put((rows, write), k_new), v=cache.v.index_put((rows, write), v_new))
+    new = _put(cache, k, v, write, positions)
     slots = torch.arange(window, device=positions.device) if read is None else read
     n = slots.shape[0]
     return new, new.k.narrow(1, 0, n), new.v.narrow(1, 0, n), _in_ring(slots, positions, window)
@@ -136,15 +138,24 @@ def _last(positions: Tensor) -> Tensor:
 
 
 def empty_caches(
-    cfgs: Iterable[Any], batch: int, slots: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    cfgs: Iterable[Any],
+    batch: int,
+    slots: int | Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> tuple[KVCache, ...]:
     """One cache a layer, for the attention configs of a stack, uninitialised: an unwritten slot never matters.
 
-    slots: as many as the longest row has tokens; a layer with a smaller window gets a ring of `window` slots.
+    slots: as many as the longest row has tokens; a layer with a smaller window gets a ring of `window` slots. A
+    sequence says the slots of each layer.
     """
 
     def allocate(leaf: Tensor) -> Tensor:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
-    sizes = [(c, slots if c.window is None else min(slots, c.window)) for c in cfgs]
-    return tuple(tree.map(allocate, KVCache.abstract(c, dtype=dtype, B=batch, T=n)) for c, n in sizes)
+    kinds = list(cfgs)
+    if isinstance(slots, int):
+        slots = [slots if each.window is None else min(slots, each.window) for each in kinds]
+    sizes = zip(kinds, slots, strict=True)
+    return tuple(tree.map(allocate, KVCache.abstract(each, dtype=dtype, B=batch, T=n)) for each, n in sizes)

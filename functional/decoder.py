@@ -23,7 +23,7 @@ from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
 from .loss import cross_entropy
 from .mlp import MLP, MLPConfig, mlp
-from .norm import Norm, NormConfig, norm_in_front, norm_linear, normalize
+from .norm import Norm, NormConfig, apply_norm, norm_in_front, norm_linear
 from .rope import RopeConfig, rope_tables
 from .shapes import check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
@@ -143,9 +143,7 @@ def layer(
     """x `B S D` -> x `B S D`, cache. Arguments as those of `attention`."""
     check_presence("layer", params, cfg)
     refuse_dropout("layer", "resid_pdrop", cfg.resid_pdrop, x, params)
-    h = x
-    if params.norm is not None and cfg.norm is not None:
-        h = normalize(x, params.norm.weight, params.norm.bias, **cfg.norm.options)
+    h = apply_norm(x, params.norm, cfg.norm)
     a, cache = attention(
         params.attention,
         h,
@@ -236,7 +234,7 @@ def backbone(
         rope_length=(rope_length, "B?"),
     )
     check_presence("decoder", params, cfg)
-    refuse_dropout("decoder", "embd_pdrop", cfg.embd_pdrop, params.embed)
+    refuse_dropout("decoder", "embd_pdrop", cfg.embd_pdrop, params)
     if len(params.layers) != len(cfg.layers):
         raise ValueError(f"decoder(params=...): {len(params.layers)} layers, the config has {len(cfg.layers)}")
     if cache is not None and len(cache) != len(cfg.layers):
@@ -282,7 +280,7 @@ def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig) -> Tensor:
 
 def final_norm(params: Decoder, x: Tensor, cfg: DecoderConfig) -> Tensor:
     """x `... D`, as `backbone` returns it -> `... D`, as `cross_entropy` takes it."""
-    return normalize(x, params.norm.weight, params.norm.bias, **cfg.norm.options)
+    return apply_norm(x, params.norm, cfg.norm)
 
 
 def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch.nn.functional as tnf
 from torch import Tensor
 
-from .norm import Norm, NormConfig, linear, norm_in_front, norm_linear, normalize
+from .norm import Norm, NormConfig, apply_norm, linear, norm_in_front, norm_linear
 from .primitive import primitive
 from .shapes import check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
@@ -89,9 +89,7 @@ def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Ten
     # Bias and norm come after the edge, which may be a sum over ranks.
     if params.down_bias is not None:
         out_BSD = out_BSD + params.down_bias
-    if params.post_norm is not None and cfg.post_norm is not None:
-        out_BSD = normalize(out_BSD, params.post_norm.weight, params.post_norm.bias, **cfg.post_norm.options)
-    return out_BSD
+    return apply_norm(out_BSD, params.post_norm, cfg.post_norm)
 
 
 @primitive

@@ -24,9 +24,20 @@ from torch import Tensor
 
 from .primitive import primitive
 from .shapes import ShapeError, check_shapes
-from .tree import Tree, dim, pytree
+from .tree import Tree, check_presence, dim, pytree
 
-__all__ = ["HeadNorm", "Norm", "NormConfig", "layer_norm", "linear", "norm_linear", "normalize", "rms_norm"]
+__all__ = [
+    "HeadNorm",
+    "Norm",
+    "NormConfig",
+    "apply_norm",
+    "layer_norm",
+    "linear",
+    "norm_in_front",
+    "norm_linear",
+    "normalize",
+    "rms_norm",
+]
 
 NORM_TYPES = ("rms_norm", "layer_norm")
 
@@ -151,10 +162,19 @@ def norm_linear(
     return [tnf.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
+def apply_norm(x: Tensor, params: Norm | HeadNorm | None, cfg: NormConfig | None) -> Tensor:
+    """x `... D` normalised as its params and config say; x itself without them."""
+    if params is None or cfg is None:
+        return x
+    check_presence("norm", params, cfg)
+    return normalize(x, params.weight, params.bias, **cfg.options)
+
+
 def norm_in_front(params: Norm | None, cfg: NormConfig | None) -> tuple[Tensor | None, dict[str, Any]]:
     """The weight and the keyword arguments of a primitive with this norm in front; None and nothing without one."""
     if params is None or cfg is None:
         return None, {}
+    check_presence("norm", params, cfg)
     return params.weight, {"norm_bias": params.bias, **cfg.options} if cfg.bias else cfg.options
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from .primitive import primitive
 from .shapes import ShapeError, check_shapes
 
-__all__ = ["RopeConfig", "apply_rope", "frequencies", "rope_tables"]
+__all__ = ["ROPE_TYPES", "RopeConfig", "apply_rope", "frequencies", "rope_tables"]
 
 # rope_type -> the fields it needs, and those it may have beside them
 ROPE_TYPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = MappingProxyType(

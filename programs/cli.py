@@ -122,7 +122,7 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
     if arguments.do_sample:
         options.setdefault("seed", secrets.randbits(31))
     # Checked here too, before a build that may take half a minute.
-    read_controls(rows=1, batch=1, vocab_size=1, device="cpu", do_sample=arguments.do_sample, **options)
+    read_controls(rows=1, batch=1, vocab_size=2**31, device="cpu", do_sample=arguments.do_sample, **options)
     model = load(arguments.model, like=arguments.like, progress=progress)
     prompt: Any = arguments.prompt
     if arguments.chat:
@@ -130,8 +130,8 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
             raise ValueError(f"--chat: the tokenizer of {model.name} has no chat template")
         messages = [{"role": "user", "content": prompt}]
         # Ids and not text: the template writes the special tokens that tokenizing its text would add again.
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        prompt = model.tokenizer.apply_chat_template(messages, **options)
+        template = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        prompt = model.tokenizer.apply_chat_template(messages, **template)
     rows = read_prompts(
         prompt,
         tokenizer=model.tokenizer,

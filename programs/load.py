@@ -35,6 +35,7 @@ class _Wish:
 
     abstract: bool
     like: str | None
+    ignore: Sequence[str]
     layers: Sequence[int] | None
     dtype: torch.dtype | None
     device: torch.device
@@ -45,6 +46,7 @@ def load(
     source: str | Path | nn.Module,
     *,
     like: str | None = None,
+    ignore: Sequence[str] = (),
     layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -57,6 +59,7 @@ def load(
     A module's leaves are its own parameters, or views of them where the family fuses projections: nothing is copied,
     and training the module trains the pytree. A GGUF file is dequantised to fp32.
     like: the family to read it as, where its own `model_type` is unknown; every tensor and field must be explained.
+    ignore: names of config fields that you know to change nothing, where the load stops at them.
     layers: which of its layers, in order (`range(4)`); all unless given. dtype, device: of the leaves, the file's and
     "cpu" unless given; a module has its own.
     abstract: read the config alone; leaves are meta tensors, as `plan` needs them.
@@ -65,7 +68,13 @@ def load(
     file), `TreeError` (missing, unexpected or misshapen tensors, all listed), before any weight is read.
     """
     wish = _Wish(
-        abstract, like, _indices(layers), _dtype(dtype), _device(device), progress or (lambda step, done, total: None)
+        abstract,
+        like,
+        _names(ignore),
+        _indices(layers),
+        _dtype(dtype),
+        _device(device),
+        progress or (lambda step, done, total: None),
     )
     if isinstance(source, nn.Module):
         if dtype is not None or device is not None:
@@ -99,6 +108,12 @@ def _indices(layers: Sequence[int] | None) -> Sequence[int] | None:
     if len(set(found)) != len(found):
         raise ValueError(f"load(layers={layers!r}): a layer stands there twice")
     return found
+
+
+def _names(ignore: Sequence[str]) -> Sequence[str]:
+    if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
+        raise TypeError(f"load(ignore={ignore!r}): a list of names of config fields is needed")
+    return tuple(ignore)
 
 
 def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -141,8 +156,14 @@ def _packaged_file(name: str) -> Path | None:
 
 
 def _family(model_type: str, like: str | None) -> Family:
-    """The adapter of a model type, or the one that it is to be read as."""
-    return find_family(model_type) if like is None else find_family(like, "like")
+    """The adapter of a model type, or where that is unknown the one that it is to be read as."""
+    if like is None:
+        return find_family(model_type)
+    if model_type in known_families() and like != model_type:
+        raise ValueError(
+            f'load(like="{like}"): model_type "{model_type}" is known, and computes otherwise\n    fix: leave like out'
+        )
+    return find_family(like, "like")
 
 
 def _from_module(module: nn.Module, wish: _Wish) -> Model:
@@ -151,7 +172,7 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
         raise ValueError(f"{type(module).__name__} has no transformers config\n    fix: pass a ...ForCausalLM module")
     fields = hf.to_dict()
     family = _family(hf.model_type, wish.like)
-    cfg = family.read_config(fields, class_defaults(family.model_type))
+    cfg = family.read_config(fields, class_defaults(family.model_type), wish.ignore)
     found = dict(module.named_parameters(remove_duplicate=False))
     for name, other in family.tied.items():
         if cfg.tie_word_embeddings and found.get(name, found.get(other)) is not found.get(other):
@@ -163,14 +184,17 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
     def read(name: str) -> Tensor:
         return found[name].to("meta") if wish.abstract else found[name]
 
-    cfg, params = _assemble(family, cfg, wish.layers, {n: tuple(t.shape) for n, t in found.items()}, read)
-    generation = getattr(module, "generation_config", None) or hf
+    cfg, params = _assemble(family, cfg, wish, {n: tuple(t.shape) for n, t in found.items()}, read)
+    generation = getattr(module, "generation_config", None)
+    said = {} if generation is None else generation.to_dict()
+    generation = generation or hf
     return Model(
         name=getattr(hf, "name_or_path", "") or type(module).__name__,
         config=cfg,
         params=params,
         family=family,
-        hf_config=cut_layers(fields, wish.layers),
+        hf_config=cut_layers({**fields, "model_type": family.model_type}, wish.layers),
+        generation=said,
         eos_token_id=_ids(getattr(generation, "eos_token_id", None)),
         pad_token_id=getattr(generation, "pad_token_id", None),
     )
@@ -187,13 +211,9 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
         )
     family = _family(str(model_type), wish.like)
     fields = normalized(file.config, family.model_type)
-    cfg = family.read_config(fields, class_defaults(family.model_type))
-    done = 0
+    cfg = family.read_config(fields, class_defaults(family.model_type), wish.ignore)
 
     def read(tensor: str) -> Tensor:
-        nonlocal done
-        done += 1
-        wish.progress("loading weights", done, len(file.shapes))
         found = file.tensor(tensor)
         return found.to(device=wish.device, dtype=wish.dtype or found.dtype)
 
@@ -210,17 +230,20 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
             + "\n    fix: a checkpoint in bfloat16, float16, float32 or float64"
         )
 
-    def describe(tensor: str) -> Tensor:
-        return torch.empty(shapes[tensor], dtype=wish.dtype or dtypes.get(tensor), device="meta")
+    said = getattr(torch, str(fields.get("dtype")), None)
+    default = said if said in _FORMATS else torch.float32
 
-    cfg, params = _assemble(family, cfg, wish.layers, shapes, describe if wish.abstract else read)
+    def describe(tensor: str) -> Tensor:
+        return torch.empty(shapes[tensor], dtype=wish.dtype or dtypes.get(tensor, default), device="meta")
+
+    cfg, params = _assemble(family, cfg, wish, shapes, describe if wish.abstract else read)
     stops = file.generation.get("eos_token_id", file.config.get("eos_token_id"))
     return Model(
         name=name,
         config=cfg,
         params=params,
         family=family,
-        hf_config=cut_layers({**fields, "model_type": file.config.get("model_type", family.model_type)}, wish.layers),
+        hf_config=cut_layers(fields, wish.layers),
         generation=file.generation,
         tokenizer=None if wish.abstract or not file.has_tokenizer else _tokenizer_of(folder),
         eos_token_id=_ids(stops),
@@ -234,17 +257,13 @@ def _from_gguf(path: Path, name: str, wish: _Wish) -> Model:
     if wish.like not in (None, file.family.model_type):
         raise ValueError(f'load(like="{wish.like}"): {path.name} says it is of family {file.family.model_type}')
     cfg = file.family.config(file.config)
-    total, done = len(file.names), 0
 
     def read(tensor: str) -> Tensor:
-        nonlocal done
-        done += 1
-        wish.progress("loading weights", done, total)
         if wish.abstract:
-            return torch.empty(file.shape(tensor), dtype=wish.dtype, device="meta")
+            return torch.empty(file.shape(tensor), dtype=wish.dtype or torch.float32, device="meta")
         return file.tensor(tensor).to(device=wish.device, dtype=wish.dtype)
 
-    cfg, params = _assemble(file.family, cfg, wish.layers, {n: file.shape(n) for n in file.names}, read)
+    cfg, params = _assemble(file.family, cfg, wish, {n: file.shape(n) for n in file.names}, read)
     return Model(
         name=name,
         config=cfg,
@@ -277,17 +296,17 @@ def _expected_shapes(family: Family, cfg: DecoderConfig) -> dict[str, tuple[int,
 def _assemble(
     family: Family,
     cfg: DecoderConfig,
-    layers: Sequence[int] | None,
+    wish: _Wish,
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], Tensor],
 ) -> tuple[DecoderConfig, Decoder]:
     """The config and the pytree of some layers, leaves read by checkpoint name; every fault is found before the first
     is read."""
     count = len(cfg.layers)
-    kept = range(count) if layers is None else layers
+    kept = range(count) if wish.layers is None else wish.layers
     beyond = [i for i in kept if i >= count]
     if beyond:
-        raise ValueError(f"load(layers=...): {beyond} of a model that has {count} layers")
+        raise ValueError(f"load(layers=...): {beyond} are asked for, and the model has {count}")
     expected = Decoder.abstract(cfg)
     wanted, specs = tree.paths(expected), tree.paths(expected.specs())
     faults, leaves = [], {}
@@ -312,10 +331,11 @@ def _assemble(
     place = {f".layers[{i}].": f".layers[{j}]." for j, i in enumerate(kept)}
     expected = Decoder.abstract(cfg)
     new: dict[str, Tensor] = {}
-    for name, paths in leaves.items():
-        begin = paths[0].partition("]")[0] + "]." if paths[0].startswith(".layers[") else ""
-        if begin and begin not in place:
-            continue
+    begins = {name: p[0].partition("]")[0] + "]." if p[0].startswith(".layers[") else "" for name, p in leaves.items()}
+    wanted_names = [name for name, begin in begins.items() if not begin or begin in place]
+    for done, name in enumerate(wanted_names, 1):
+        wish.progress("loading weights", done, len(wanted_names))
+        paths, begin = leaves[name], begins[name]
         renamed = [place[begin] + path.removeprefix(begin) for path in paths] if begin else list(paths)
         new |= dict(zip(renamed, _cut(read(name), [wanted[path].shape[0] for path in paths]), strict=True))
     return cfg, tree.replace(expected, new)

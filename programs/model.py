@@ -43,6 +43,14 @@ class Model:
         return self.params.embed.device
 
     @property
+    def sampling(self) -> dict[str, Any]:
+        """What generation_config.json says of sampling: `program.generate(prompts, **model.sampling)`."""
+        names = ["repetition_penalty"]
+        if self.generation.get("do_sample"):
+            names += ["do_sample", "temperature", "top_k", "top_p", "min_p"]
+        return {name: self.generation[name] for name in names if self.generation.get(name) is not None}
+
+    @property
     def num_parameters(self) -> int:
         return sum(leaf.numel() for leaf in tree.leaves(self.params))
 

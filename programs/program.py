@@ -20,17 +20,9 @@ from .lower import Kernel, lower, with_table
 from .model import Model
 from .prompts import Prompts, cut, end_tokens, read_prompts, repeated
 from .report import Plan, make_plan
-from .sampling import (
-    SamplingOptions,
-    StopStrings,
-    check_options,
-    needs_sampling,
-    prompt_counts,
-    read_controls,
-    shortcuts,
-)
+from .sampling import Chooser, SamplingOptions, StopStrings, check_options
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target
-from .steps import State, choose, make_steps, packed
+from .steps import State, make_steps, packed
 from .weights import Weights
 
 __all__ = ["Phase", "Program"]
@@ -280,24 +272,17 @@ class Program:
         read = repeated(read, num_return_sequences, self.sizes.batch)
         if streamer is not None and len(read.rows) > 1:
             raise ValueError(f"generate(streamer=...): one row at a time, not {len(read.rows)}")
-        vocab, batch = self.model.config.vocab_size, self.sizes.batch
-        controls, seeds = read_controls(
-            rows=len(read.rows), vocab_size=vocab, device=self.device, batch=batch, **options
-        )
+        if num_return_sequences > 1 and not options.get("do_sample"):
+            raise ValueError(
+                f"generate(num_return_sequences={num_return_sequences}): the most likely tokens are always the same\n"
+                "    fix: do_sample=True"
+            )
+        eos = self._eos(ends)
+        sizes: Any = {"batch": self.sizes.batch, "vocab_size": self.model.config.vocab_size, "device": self.device}
+        choose = Chooser(read.rows, **sizes, eos_token_id=eos, **options)
         with self._alone():
             begin = now(self.device)
-            eos = self._eos(ends)
             inputs = self._inputs()
-            counts = prompt_counts(read.rows, batch, vocab, self.device) if needs_sampling(**options) else None
-
-            skip = {} if counts is None else shortcuts(controls, counts)
-
-            def chosen(state: State, fed: Tensor) -> State:
-                nonlocal counts
-                if counts is None:
-                    return state
-                state, counts = choose(state, fed, counts, controls, eos, **skip)
-                return state
 
             def step(state: State, taken: int, tokens: list[Tensor]) -> State:
                 longest = max(map(len, read.rows)) + taken + 1
@@ -305,12 +290,12 @@ class Program:
                 again = self._turned(read.rows, state, taken, tokens)
                 if any(again):
                     new = self._run_prefill(inputs, new, again, eos)
-                return chosen(new, state.position)
+                return choose(new, state.position)
 
             if streamer is not None:
                 streamer.put(read.input_ids)
             state = self._run_prefill(inputs, self._start(), read.rows, eos)
-            state = chosen(state, self._lengths(read.rows) - 1)
+            state = choose(state, self._lengths(read.rows) - 1)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
                 step, state, read.rows, max_new_tokens=max_new_tokens, ends=ends, texts=texts, streamer=streamer
@@ -324,7 +309,7 @@ class Program:
             eos_token_id=ends,
             pad_token_id=pad,
             return_logprobs=return_logprobs,
-            seeds=seeds if options.get("do_sample") else None,
+            seeds=choose.seeds,
             tokenizer=self.model.tokenizer,
             timings=lambda kept: Timings(
                 build=self.build_seconds,
@@ -339,7 +324,7 @@ class Program:
 
     def _turned(self, rows: list[list[int]], state: State, taken: int, tokens: list[Tensor]) -> list[list[int]]:
         """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty."""
-        crossing = [len(row) + taken + 1 in [turn + 1 for turn in self._turns] for row in rows]
+        crossing = [len(row) + taken in self._turns for row in rows]
         if not any(crossing):
             return []
         new, live = torch.stack(tokens, 1).tolist(), (state.position >= 0).tolist()

@@ -64,6 +64,11 @@ class PhasePlan:
         """Bytes of parameters that one call reads."""
         return sum(block.repeats * row.reads for block in self.blocks for row in block.rows)
 
+    @property
+    def context(self) -> int:
+        """Bytes of a full cache that one call reads."""
+        return sum(block.repeats * row.context for block in self.blocks for row in block.rows)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,12 +83,13 @@ class Plan:
     converted: int
     cache: int
     cache_text: str
+    dropout: str
     phases: Mapping[str, PhasePlan]
 
     @property
     def decode_reads(self) -> int:
         """Bytes of weights and full cache that one decode step reads."""
-        return self.phases["decode"].reads + self.cache
+        return self.phases["decode"].reads + self.phases["decode"].context
 
     def __str__(self) -> str:
         s = self.sizes
@@ -99,6 +105,7 @@ class Plan:
             f"  weights  {self.num_parameters / 1e6:.1f} M parameters, {size_text(self.weights)}, {whose}",
             f"  cache    {size_text(self.cache)}, {self.cache_text}, "
             + ("written in place" if self.compiled else "copied whole by each call"),
+            *([f"  dropout  {self.dropout}, which inference leaves out"] if self.dropout else []),
             "  choice   the most likely token, at the end of a step; with sampling options after it, eagerly",
         ]
         for phase in self.phases.values():
@@ -116,7 +123,8 @@ class Plan:
             [
                 *lines,
                 "",
-                f"a decode step reads {size_text(decode)} of weights and at most {size_text(self.cache)} of cache",
+                f"a decode step reads {size_text(decode)} of weights and at most "
+                f"{size_text(self.phases['decode'].context)} of cache",
                 f"bound: {1e9 / self.decode_reads:.2f} steps a second for each GB/s of memory bandwidth, cache full; "
                 f"{1e9 / max(decode, 1):.2f}, cache empty",
             ]
@@ -155,6 +163,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         converted=sum(p.numel() for p in moved) * target.dtype.itemsize,
         cache=sum(_bytes(leaf) for cache in caches for leaf in tree.leaves(cache)),
         cache_text=_cache_text(caches),
+        dropout=_dropout_text(model.config),
         phases=phases,
     )
 
@@ -166,6 +175,14 @@ def _cache_text(caches: Sequence[F.KVCache]) -> str:
         text = ", ".join(f"{path[1:]} {shape_text(leaf)}" for path, leaf in tree.paths(cache).items())
         kinds[text] = kinds.get(text, 0) + 1
     return "; ".join(f"{count} x ({text})" for text, count in kinds.items()) or "no layers"
+
+
+def _dropout_text(cfg: F.DecoderConfig) -> str:
+    """The rates of the config that are not 0, by name."""
+    rates = {"embd_pdrop": {cfg.embd_pdrop}}
+    rates["resid_pdrop"] = {each.resid_pdrop for each in cfg.layers}
+    rates["attention_dropout"] = {each.attention.attention_dropout for each in cfg.layers}
+    return ", ".join(f"{name} {rate}" for name, found in rates.items() for rate in sorted(found) if rate)
 
 
 class _Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..functional import Decoder, tree
+from .families import Family
 from .hf_config import architecture, normalized
 from .model import Model
 from .write import write_checkpoint
@@ -30,6 +32,7 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
         raise ValueError("save: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
     if model.family is None:
         raise ValueError("save: the model came from no checkpoint, so no family says how to write it")
+    _check_config(model, model.family)
     tree.check(model.params, Decoder.abstract(model.config), what="model.params")
     leaves = tree.paths(model.params)
     tensors: dict[str, Callable[[], Tensor]] = {}
@@ -50,6 +53,17 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
 def _joined(parts: list[Tensor]) -> Tensor:
     """The checkpoint's tensor of leaves that lie one below the other in it."""
     return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+
+
+def _check_config(model: Model, family: Family) -> None:
+    """A config that was changed after loading would not be the one that is written."""
+    said = family.config(model.hf_config)
+    names = [f.name for f in dataclasses.fields(said) if getattr(said, f.name) != getattr(model.config, f.name)]
+    if names:
+        raise ValueError(
+            f"save: model.config differs from what was read, in {', '.join(names)}; config.json would not say so\n"
+            "    fix: save the parameters with the config they came with"
+        )
 
 
 def _config(model: Model, model_type: str) -> dict[str, Any]:

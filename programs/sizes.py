@@ -68,12 +68,9 @@ class Sizes:
 
     def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[F.KVCache, ...]:
         """A cache a layer, uninitialised."""
-        found = []
-        for each in cfg.layers:
-            slots = self.slots_of(each.attention.window)
-            shapes = F.KVCache.abstract(each.attention, dtype=dtype, B=self.batch, T=slots)
-            found.append(F.tree.map(lambda t: torch.empty(t.shape, dtype=dtype, device=device), shapes))
-        return tuple(found)
+        kinds = [each.attention for each in cfg.layers]
+        slots = [self.slots_of(each.window) for each in kinds]
+        return F.empty_caches(kinds, self.batch, slots, dtype=dtype, device=device)
 
     def idle(self, phase: str, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ...]:
         """The arguments of a phase after parameters and cache, with no active row: computing them changes nothing."""

@@ -1,10 +1,9 @@
-"""The functions that a program compiles: prefill of one chunk, one decode step, scores of one chunk; and `choose`, the
-choice with options among the logits of the first two.
+"""The three functions that a program compiles: prefill of one chunk, one decode step, scores of one chunk.
 
 Plain functions of pytrees. A cache that goes in is written in place before they return: the only place where that
 happens, so that the functions below stay pure and a program still owns one buffer a layer.
 
-Each of the three takes `read`, one tensor for each different window of the layers (see `windows`): `0 .. n-1`, the
+Each takes `read`, one tensor for each different window of the layers (see `windows`): `0 .. n-1`, the
 slots that hold all that its queries may see.
 
 Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slots, N end-of-sequence tokens.
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional import tree
-from ..functional.sampling import Controls, sample
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
-__all__ = ["State", "choose", "make_steps", "packed", "windows"]
+__all__ = ["State", "make_steps", "packed", "windows"]
 
 Leaves = tuple[Tensor, ...]
 
@@ -190,19 +188,6 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         return wide.gather(-1, targets[..., None])[..., 0] - wide.logsumexp(-1)
 
     return {"prefill": prefill, "decode": decode, "score": score}
-
-
-def choose(
-    state: State, fed: Tensor, counts: Tensor, controls: Controls, eos_token_id: Tensor, **shortcuts: Any
-) -> tuple[State, Tensor]:
-    """The state of a prefill or a decode step with its token chosen anew, by options, and the counts with it.
-
-    fed: `B`, the position of the token that gave these logits, -1 for a row that has ended. counts, shortcuts: see
-    `sample`. Not compiled: a sort and a few passes over the logits, which a compiler would not make faster.
-    """
-    after = torch.where(fed >= 0, fed + 1, -1)
-    token, logprob, position, counts = sample(state.logits, after, counts, controls, eos_token_id, **shortcuts)
-    return dataclasses.replace(state, token=token, logprob=logprob, position=position), counts
 
 
 def _where(rows: Tensor, new: State, old: State) -> State:

@@ -79,6 +79,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": LONG, "original_max_position_embeddings": 16},
     ),
     "phi": ("phi", {"num_key_value_heads": 6, "qk_layernorm": True}),
+    "phi-gelu": (
+        "phi",
+        {
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        },
+    ),
     "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
 }

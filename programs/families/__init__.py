@@ -32,6 +32,7 @@ class Family:
         it does not read must be at its default.
     names: checkpoint name -> pytree path, `{i}` standing for the layer; several paths where the tensor is those leaves
         one below the other, which then are views of it.
+    inert: fields of its published configs that nothing looks at -> the value at which that is right, `...` for any.
     tied: name -> the name it repeats where the config ties them; a checkpoint may then carry both.
     gguf_arch: the architecture's name in GGUF files. gguf_extra: config fields that follow from which tensors a GGUF
         file has. gguf_fields: GGUF metadata key -> config field.
@@ -43,6 +44,7 @@ class Family:
     config: Callable[[Mapping[str, Any]], DecoderConfig]
     names: Mapping[str, str | tuple[str, ...]]
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    inert: Mapping[str, Any] = field(default_factory=dict)
     gguf_arch: str | None = None
     gguf_fields: Mapping[str, str] | None = None
     gguf_extra: Callable[[Collection[str]], dict[str, Any]] = field(default=lambda names: {})
@@ -57,20 +59,24 @@ class Family:
                 found[name.replace("{i}", str(i))] = tuple(each.replace("{i}", str(i)) for each in paths)
         return found
 
-    def read_config(self, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> DecoderConfig:
-        """Ours, from the fields of a checkpoint's config; defaults: those of the family's config class.
+    def read_config(
+        self, fields: Mapping[str, Any], defaults: Mapping[str, Any], ignore: Collection[str] = ()
+    ) -> DecoderConfig:
+        """Ours, from the fields of a checkpoint's config; defaults: those of the family's config class. ignore: fields
+        that the caller answers for.
 
         Raises `ValueError` for a field that nothing here explains and that is not at its default, as for one that the
         family cannot honour.
         """
         seen = Fields(fields)
         cfg = self.config(seen)
-        unknown = seen.unexplained(defaults)
+        unknown = seen.unexplained(defaults, self.inert, ignore)
         if unknown:
             raise ValueError(
                 f"config fields that family {self.model_type} does not explain\n    "
                 + "\n    ".join(unknown)
-                + "\n    fix: a family of its own; a field that changes nothing may be taken out of config.json"
+                + f"\n    fix: load(..., ignore={[line.partition('=')[0] for line in unknown]!r}), "
+                "if you know that they change nothing"
             )
         return cfg
 
@@ -86,7 +92,8 @@ def find_gguf_family(arch: str) -> Family:
 
 
 def known_families() -> list[str]:
-    return sorted(_MODULES)
+    """Those whose checkpoints load whole; of gpt_oss the attention alone is there."""
+    return sorted(set(_MODULES) - {"gpt_oss"})
 
 
 def find_family(model_type: str, argument: str = "model_type") -> Family:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 __all__ = ["Fields"]
@@ -63,11 +63,15 @@ class Fields(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._fields)
 
-    def unexplained(self, defaults: Mapping[str, Any]) -> list[str]:
-        """A line for each field that was not read, says something and is not at its default (without one: not off)."""
+    def unexplained(self, defaults: Mapping[str, Any], inert: Mapping[str, Any], ignore: Collection[str]) -> list[str]:
+        """A line for each field that was not read, says something and is not at its default (without one: not off).
+
+        inert: fields of old or converted configs, each with the value at which it changes nothing, `...` for any.
+        ignore: fields that the caller answers for.
+        """
         lines = []
         for name, value in self._fields.items():
-            if name in self.read or name in _SILENT:
+            if name in self.read or name in _SILENT or name in ignore or inert.get(name, value is None) in (..., value):
                 continue
             if name in defaults:
                 if value != defaults[name]:

@@ -116,8 +116,10 @@ def rope(
     found.pop("type", None)
     if kind not in ROPE_TYPES:
         raise ValueError(f'rope_type "{kind}" is unknown\n    known: {", ".join(ROPE_TYPES)}')
-    theta = found.pop("rope_theta", None) or hf.get("rope_theta") or 10_000.0
-    share = found.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    # Older configs have these at the top; read whether or not they matter, so that they count as explained.
+    theta, share = hf.get("rope_theta"), hf.get("partial_rotary_factor")
+    theta = found.pop("rope_theta", None) or theta or 10_000.0
+    share = found.pop("partial_rotary_factor", None) or share or 1.0
     if share != 1.0 and not partial:
         raise ValueError(f"rope_parameters: partial_rotary_factor={share} is not known to this family")
     needs, may = ROPE_TYPES[kind]

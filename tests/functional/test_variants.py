@@ -202,7 +202,10 @@ def test_dropout_is_ignored_in_inference_and_refused_by_name_in_training():
         dataclasses.replace(cfg, embd_pdrop=0.3),
     ):
         assert torch.equal(F.decoder(params, tokens, dropped)[0], plain)
+        frozen = F.tree.map(lambda t: t.clone().requires_grad_(), params)
+        frozen.embed.requires_grad_(False)
         calls = {
+            "frozen": lambda c=dropped, p=frozen: F.decoder(p, tokens, c),
             "grad": lambda c=dropped: torch.func.grad(lambda p: F.decoder(p, tokens, c)[0].sum())(params),
             "autograd": lambda c=dropped: F.decoder(
                 F.tree.map(lambda t: t.clone().requires_grad_(), params), tokens, c

@@ -61,10 +61,15 @@ def test_an_unknown_type_is_read_like_a_known_one(folder):
     assert like.config == model.config
     assert same(like.params, model.params)
     programs.save(like, folder)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "supernova"
-    edit(folder, attention_multiplier=0.3, use_dark_matter=False, attention_dropout=0.0)
+    tokens = torch.randint(1, 97, (1, 7))
+    module = AutoModelForCausalLM.from_pretrained(folder)  # as the family that explained it
+    torch.testing.assert_close(module(tokens).logits, F.decoder(like.params, tokens, like.config)[0])
+    with pytest.raises(ValueError, match='model_type "gemma" is known, and computes otherwise'):
+        programs.load(family("gemma"), like="llama")
+    edit(folder, model_type="supernova", attention_multiplier=0.3, use_dark_matter=False, attention_dropout=0.0)
     with pytest.raises(ValueError, match=r"attention_multiplier=0\.3, unknown"):
         programs.load(folder, like="llama")
+    assert programs.load(folder, like="llama", ignore=["attention_multiplier"]).config == model.config
 
 
 @pytest.mark.parametrize("layers", [[0, 2], range(3), [3, 1], []])
@@ -86,6 +91,8 @@ def test_some_layers_of_several_kinds(tmp_path):
     assert [each.attention.window for each in part.config.layers] == [None, 5]
     programs.save(part, tmp_path / "part")
     assert programs.load(tmp_path / "part").config == part.config
+    module, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "part"), torch.randint(1, 97, (1, 9))
+    torch.testing.assert_close(F.decoder(part.params, tokens, part.config)[0], module(tokens).logits)
     abstract = programs.load(tmp_path / "gemma", layers=[1, 2], abstract=True)
     assert abstract.config == part.config
 
@@ -101,6 +108,27 @@ def test_other_dtypes_and_abstract(folder):
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     assert programs.load(folder, abstract=True).config == model.config
+    edit(folder, dtype="bfloat16")
+    assert programs.load(folder, abstract=True).dtype == torch.bfloat16
+
+
+def test_progress_ends_at_its_total(folder):
+    steps = []
+    programs.load(folder, layers=[1], progress=lambda *step: steps.append(step))
+    assert steps[-1] == ("loading weights", 12, 12)
+
+
+def test_what_a_checkpoint_says_of_generation_stays(tmp_path):
+    module = family("llama")
+    module.generation_config.update(do_sample=True, temperature=0.5, top_p=0.9, repetition_penalty=1.1)
+    said = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1}
+    model = programs.load(module)
+    assert {k: v for k, v in model.sampling.items() if k != "top_k"} == said
+    programs.save(model, tmp_path / "saved")
+    again = programs.load(tmp_path / "saved")
+    assert again.sampling == model.sampling
+    program = programs.build(again, max_len=20, compile=False)
+    assert program.generate([[1, 2]], max_new_tokens=3, **again.sampling).seeds is not None
 
 
 def test_saved_half_and_trained(folder, tmp_path):
@@ -169,22 +197,30 @@ def test_messages(folder):
     with pytest.raises(ValueError, match="save") as error:
         programs.save(programs.Model(name="own", config=model.config, params=F.Decoder.init(model.config, 0)), folder)
     texts.append(str(error.value))
+    changed = dataclasses.replace(model.config, logit_scale=2.0)
+    params = F.Decoder.init(changed, 0)
+    with pytest.raises(ValueError, match="save") as error:
+        programs.save(dataclasses.replace(model, config=changed, params=params), folder)
+    texts.append(str(error.value))
+    with pytest.raises(TypeError, match="ignore") as error:
+        programs.load(folder, ignore="logit_scale")
+    texts.append(str(error.value))
     assert_expected_inline(
         "\n\n".join(texts),
         """\
 model_type "supernova" is unknown
-    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+    known: cohere, gemma, gemma2, gemma3_text, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
     fix: like="llama", where its layers are those of a known family
 
 llama/config.json names no model_type
-    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+    known: cohere, gemma, gemma2, gemma3_text, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
     fix: like="llama", where its layers are those of a known family
 
 transformers' LlamaConfig refuses the config: Class validation error for validator 'validate_architecture': ValueError: The hidden size (46) is not a multiple of the number of attention heads (6).
 
 config fields that family llama does not explain
     quantization_config={'quant_method': 'fp8'}, unknown
-    fix: a family of its own; a field that changes nothing may be taken out of config.json
+    fix: load(..., ignore=['quantization_config']), if you know that they change nothing
 
 transformers' LlamaConfig refuses the config: "Missing required keys in `rope_parameters` for 'rope_type'='yarn': {'factor'}"
 
@@ -206,5 +242,10 @@ checkpoint "<folder>" cannot be read
 save: the model has no weights, it was loaded with abstract=True
     fix: load it without
 
-save: the model came from no checkpoint, so no family says how to write it""",
+save: the model came from no checkpoint, so no family says how to write it
+
+save: model.config differs from what was read, in logit_scale; config.json would not say so
+    fix: save the parameters with the config they came with
+
+load(ignore='logit_scale'): a list of names of config fields is needed""",
     )

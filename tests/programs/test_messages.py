@@ -264,7 +264,7 @@ source ".../model.bin" is no GGUF file
 broken.gguf is no readable GGUF file: Sorry, file appears to be version 1953849888 which we cannot handle
 
 model_type "gpt2" is unknown
-    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+    known: cohere, gemma, gemma2, gemma3_text, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
     fix: like="llama", where its layers are those of a known family
 
 Linear has no transformers config
@@ -287,12 +287,12 @@ load: a module, a path or a name is needed, not int
 config fields that family llama does not explain
     residual_multiplier=0.5, unknown
     layer_types=['full_attention', 'full_attention'], unknown
-    fix: a family of its own; a field that changes nothing may be taken out of config.json
+    fix: load(..., ignore=['residual_multiplier', 'layer_types']), if you know that they change nothing
 
-like "lama" is unknown
-    known: cohere, gemma, gemma2, gemma3_text, gpt_oss, llama, mistral, nemotron, olmo2, phi, phi3, qwen2, qwen3, smollm3
+load(like="lama"): model_type "llama" is known, and computes otherwise
+    fix: leave like out
 
-load(layers=...): [2, 3] of a model that has 2 layers
+load(layers=...): [2, 3] are asked for, and the model has 2
 
 load(layers=[0, 0]): a layer stands there twice
 

@@ -21,6 +21,7 @@ def test_smollm2():
 program smollm2-135m   cpu float32   batch 1   max_len 1024   chunk 256
   weights  134.5 M parameters, 513.1 MiB, read where the model keeps them
   cache    45.0 MiB, 30 x (k 1 1025 3 64, v 1 1025 3 64), written in place
+  choice   the most likely token, at the end of a step; with sampling options after it, eagerly
 
 prefill   B=1 S=256 T<=1024
   before the layers
@@ -91,9 +92,9 @@ layer_0   called 2 times
   k_BSKE       3 1 2 8     meshfn.apply_rope(k_1, cos_1, sin_1)
   positions_1  3 1         positions.expand((3, 1))
   q_BSHE       3 1 6 8     meshfn.apply_rope(q_1, cos_1, sin_1)
-  rows         3 1         arange(3)[:, None]
   padding      3 1         (positions_1 < 0)
   write        3 1         where(padding, ((positions_1.amax(-1, keepdim=True) + 1) % 2049), positions_1)
+  rows         3 1         arange(3)[:, None]
   padding_1    3 1 1 1     (positions_1 < 0)[..., None, None]
   k_new        3 1 2 8     where(padding_1, cache.k[rows, write], k_BSKE.to(float32))
   v_new        3 1 2 8     where(padding_1, cache.v[rows, write], v_BSKV.to(float32))

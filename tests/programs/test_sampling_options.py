@@ -12,7 +12,8 @@ from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn.functional.sampling import Controls, fold_seed, sample
 from meshfn.programs.load import _packaged_file, _tokenizer_of
-from meshfn.programs.sampling import StopStrings, needs_sampling, prompt_counts, read_controls
+from meshfn.programs.sampling import Chooser, StopStrings, prompt_counts, read_controls
+from meshfn.programs.steps import State
 from transformers import StopStringCriteria
 
 PROGRAM = {"rows": 2, "vocab_size": 97, "device": "cpu", "batch": 3}
@@ -51,12 +52,12 @@ def test_values_reach_their_rows():
 def test_none_and_0_switch_off():
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     for controls, _ in (
-        read_controls(**PROGRAM, **dict.fromkeys(names), seed=[0, 0]),
-        read_controls(**PROGRAM, top_k=0, seed=[0, 0]),
-        read_controls(**PROGRAM, top_k=10**30, seed=[0, 0]),
+        read_controls(**PROGRAM, **dict.fromkeys(names)),
+        read_controls(**PROGRAM, top_k=0),
+        read_controls(**PROGRAM, top_k=10**30),
     ):
-        leaves = zip(F.tree.leaves(controls), F.tree.leaves(Controls.off(3, 97)), strict=True)
-        assert all(torch.equal(a, b) for a, b in leaves)
+        off = F.tree.paths(Controls.off(3, 97))
+        assert all(torch.equal(leaf, off[path]) for path, leaf in F.tree.paths(controls).items() if path != ".seed")
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -70,8 +71,11 @@ def test_numbers_of_numpy_are_numbers():
     )
     assert (controls.temperature[0], controls.top_k[0], controls.top_p[0]) == (0.5, 7, 0.5)
     assert seeds == [3, 4]
-    assert read_controls(**PROGRAM, seed=torch.tensor([2**63 - 1, 0]))[1] == [2**63 - 1, 0]
-    assert read_controls(**PROGRAM, seed=np.int64(3))[1] == read_controls(**PROGRAM, seed=3)[1]
+    assert read_controls(**PROGRAM, do_sample=True, seed=torch.tensor([2**63 - 1, 0]))[1] == [2**63 - 1, 0]
+    assert (
+        read_controls(**PROGRAM, do_sample=True, seed=np.int64(3))[1]
+        == read_controls(**PROGRAM, do_sample=True, seed=3)[1]
+    )
 
 
 def test_seeds():
@@ -80,7 +84,7 @@ def test_seeds():
     assert all(0 <= seed < 2**63 for seeds in fresh for seed in seeds)
     torch.manual_seed(0)
     assert read_controls(**PROGRAM)[1] not in fresh, "a fresh seed is none of torch's generator"
-    assert read_controls(**PROGRAM, seed=[8, 8])[1] == [8, 8]
+    assert read_controls(**PROGRAM, do_sample=True, seed=[8, 8])[1] == [8, 8]
 
 
 def test_a_row_is_drawn_again_alone_from_its_seed():
@@ -97,11 +101,17 @@ def test_a_row_is_drawn_again_alone_from_its_seed():
             assert again[0] == token[i]
 
 
-def test_needs_sampling():
-    no = [{}, {"do_sample": False, "temperature": 0.5, "top_k": 3, "seed": 4, "min_p": 0.1}]
-    no += [{"repetition_penalty": None, "presence_penalty": 0, "frequency_penalty": None}]
-    yes = [{"do_sample": True}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -1}]
-    assert [needs_sampling(**given) for given in no + yes] == [False] * 3 + [True] * 4
+def test_what_asks_for_nothing_computes_nothing():
+    no = [{}, {"top_k": 50, "temperature": 1.0}, {"repetition_penalty": None, "presence_penalty": 0}]
+    yes = [{"do_sample": True}, {"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 0.1}]
+    sizes = {"batch": 2, "vocab_size": 97, "device": torch.device("cpu"), "eos_token_id": torch.tensor([-1])}
+    state = State.empty(2, 97, torch.float32, "cpu")
+    for given in no + yes:
+        chosen = Chooser([[1]], **sizes, **given)(state, torch.tensor([0, -1]))
+        assert (chosen is state) == (given in no)
+    with pytest.raises(ValueError, match="which mps lacks"):
+        Chooser([[1]], **sizes | {"device": torch.device("mps")}, do_sample=True)
+    Chooser([[1]], **sizes | {"device": torch.device("mps")})
 
 
 def test_prompt_counts():
@@ -134,6 +144,7 @@ def test_messages_of_options():
         refused(top_k=-1),
         refused(top_k=2.5),
         refused(top_k=True),
+        refused(seed=3),
         refused(seed=-1),
         refused(seed=[1, 2**63]),
         refused(seed=[1, 2, 3]),
@@ -199,6 +210,9 @@ TypeError: generate(top_k=2.5): an integer is needed, not float
 
 TypeError: generate(top_k=True): an integer is needed, not bool
     fix: top_k=0, or None, to switch it off
+
+ValueError: generate(seed=3): no token is drawn
+    fix: do_sample=True, or leave it out
 
 ValueError: generate(seed=-1): must be in [0, 2**63)
     fix: seed % 2**63, 9223372036854775807

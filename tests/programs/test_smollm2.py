@@ -63,6 +63,15 @@ def test_command_line_streams_text(capsys):
     assert "decode 3 steps, 4 tokens kept" in err
 
 
+@pytest.mark.parametrize("options", [[], ["--do-sample", "--seed", "3", "--top-p", "0.9"]])
+def test_command_line_answers(capsys, options):
+    arguments = ["generate", "--model", "smollm2-135m", "--max-new-tokens", "6", "--no-compile", "--chat", *options]
+    assert main([*arguments, "--prompt", "What is the capital of France?"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("The capital of France is")
+    assert ("seed 3" in err) == bool(options)
+
+
 def test_the_readme_s_snippet_prints_what_it_says(real, capsys, monkeypatch):
     readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
     found = re.search(r"```python\n(.*?)```\n```\n(.*?)```", readme, re.DOTALL)
