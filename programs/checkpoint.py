@@ -104,8 +104,8 @@ class Checkpoint:
             self.dtypes = {name: entry.dtype for name, entry in found.items()}
             self._files = {name: entry.file for name, entry in found.items()}
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the file's dtype and in memory of its own."""
+    def tensor(self, name: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """One tensor in memory of its own, in the file's dtype unless given."""
         if name not in self._files:
             raise ValueError(f'checkpoint "{self.folder}" has no tensor "{name}"')
         path = self._files[name]
@@ -116,7 +116,9 @@ class Checkpoint:
         # What safetensors returns lies in the mapped file: it counts as resident for as long as the file is open, and
         # reading it after somebody truncated the file kills the process. So it is copied, and the file closed again.
         with safe_open(path, framework="pt") as file:
-            copy: Tensor = file.get_tensor(name).clone()
+            mapped: Tensor = file.get_tensor(name)
+            copy = mapped.to(device=device, dtype=dtype or mapped.dtype, copy=True)
+            del mapped
         return copy
 
     def _read_headers(self, faults: list[str], absent: list[str]) -> dict[str, _Entry]:

@@ -214,8 +214,7 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
     cfg = family.read_config(fields, class_defaults(family.model_type), wish.ignore)
 
     def read(tensor: str) -> Tensor:
-        found = file.tensor(tensor)
-        return found.to(device=wish.device, dtype=wish.dtype or found.dtype)
+        return file.tensor(tensor, dtype=wish.dtype, device=wish.device)
 
     # Buffers that older versions of transformers wrote beside the weights.
     shapes = {n: s for n, s in file.shapes.items() if not n.endswith("rotary_emb.inv_freq")}

@@ -325,28 +325,30 @@ checkpoint "<folder>/x": model.safetensors changed after it was opened
 
 
 _PEAK = """
-import gc, sys
+import gc, sys, torch
 from meshfn.programs.checkpoint import Checkpoint
 
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 
 opened = Checkpoint(sys.argv[1])
-opened.tensor("small")  # what the library costs at its first use
+dtype = getattr(torch, sys.argv[2])
+opened.tensor("small", dtype=dtype)  # what the library costs at its first use
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")  # VmHWM from here on
 before = peak()
-model = {name: opened.tensor(name) for name in opened.shapes}
+model = {name: opened.tensor(name, dtype=dtype) for name in opened.shapes}
 print(peak() - before)
 """
 
 
-def test_peak_memory(tmp_path):
-    """The model, one tensor, and 4 MB for whatever else: neither a second model nor the mapped file."""
+@pytest.mark.parametrize(("dtype", "model"), [("float32", 96), ("float16", 48), ("float64", 192)])
+def test_peak_memory(tmp_path, dtype, model):
+    """The model, one tensor of the file, and 4 MB for whatever else: neither a second model nor the mapped file."""
     make(tmp_path / "x", model={"small": torch.ones(1), **{f"{i}": torch.ones(2**21) for i in range(12)}})
-    done = subprocess.run([sys.executable, "-c", _PEAK, str(tmp_path / "x")], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _PEAK, str(tmp_path / "x"), dtype], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 96 < float(done.stdout) < 96 + 8 + 4
+    assert model < float(done.stdout) < model + 8 + 4
 
 
 def test_find_folder(tmp_path, monkeypatch):
