@@ -32,7 +32,8 @@ class Family:
         it does not read must be at its default.
     names: checkpoint name -> pytree path, `{i}` standing for the layer; several paths where the tensor is those leaves
         one below the other, which then are views of it.
-    inert: fields of its published configs that nothing looks at -> the value at which that is right, `...` for any.
+    inert: fields of its published configs that nothing looks at -> the value at which that is right, or a function of
+        all fields to it.
     tied: name -> the name it repeats where the config ties them; a checkpoint may then carry both.
     gguf_arch: the architecture's name in GGUF files. gguf_extra: config fields that follow from which tensors a GGUF
         file has. gguf_fields: GGUF metadata key -> config field.

@@ -7,43 +7,26 @@ from typing import Any
 
 __all__ = ["Fields"]
 
-# Fields that say nothing about what a decoder computes: where it comes from, special tokens, what transformers returns,
-# how it is trained or split.
+# Fields that say nothing about what a decoder computes, whatever their value.
 _SILENT = frozenset(
     {
-        "_name_or_path",
-        "name_or_path",
-        "architectures",
-        "auto_map",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "use_cache",
-        "cache_implementation",
-        "return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "problem_type",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "task_specific_params",
-        "tokenizer_class",
-        "chunk_size_feed_forward",
-        "pretraining_tp",
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "max_position_embeddings",
-        "initializer_range",
+        # where it comes from and what it is for
+        "_name_or_path", "name_or_path", "_commit_hash", "architectures", "auto_map", "model_type", "torch_dtype",
+        "dtype", "transformers_version", "transformers.js_config", "is_llama_config", "tokenizer_class",
+        "task_specific_params", "problem_type", "id2label", "label2id", "num_labels",
+        # special tokens
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        # how it is run, trained, split or initialised
+        "use_cache", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states",
+        "chunk_size_feed_forward", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+        "pretraining_tp", "initializer_range",
+        # how long a text may be
+        "max_position_embeddings", "max_sequence_length", "model_max_length",
+        # how text is generated, before that had a file of its own
+        "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams",
+        "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "early_stopping",
     }
-)
+)  # fmt: skip
 
 
 class Fields(Mapping[str, Any]):
@@ -66,12 +49,18 @@ class Fields(Mapping[str, Any]):
     def unexplained(self, defaults: Mapping[str, Any], inert: Mapping[str, Any], ignore: Collection[str]) -> list[str]:
         """A line for each field that was not read, says something and is not at its default (without one: not off).
 
-        inert: fields of old or converted configs, each with the value at which it changes nothing, `...` for any.
+        inert: fields of published configs that nothing looks at, each with the value at which that is right, or a
+        function of all fields to it.
         ignore: fields that the caller answers for.
         """
         lines = []
         for name, value in self._fields.items():
-            if name in self.read or name in _SILENT or name in ignore or inert.get(name, value is None) in (..., value):
+            if name in self.read or name in _SILENT or name in ignore:
+                continue
+            if name in inert:
+                right = inert[name](self._fields) if callable(inert[name]) else inert[name]
+                if value != right:
+                    lines.append(f"{name}={value!r}, right where it is {right!r}")
                 continue
             if name in defaults:
                 if value != defaults[name]:

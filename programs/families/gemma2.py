@@ -45,4 +45,12 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-FAMILY = Family(model_type="gemma2", config=config, names=NAMES)
+FAMILY = Family(
+    model_type="gemma2",
+    config=config,
+    names=NAMES,
+    inert={
+        "hidden_act": lambda hf: hf.get("hidden_activation"),
+        "sliding_window_size": lambda hf: hf.get("sliding_window"),
+    },
+)

@@ -21,4 +21,4 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, parts.layers(hf, attention, mlp), norm)
 
 
-FAMILY = Family(model_type="nemotron", config=config, names=NAMES)
+FAMILY = Family(model_type="nemotron", config=config, names=NAMES, inert={"kv_channels": lambda hf: hf.get("head_dim")})

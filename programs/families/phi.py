@@ -33,4 +33,8 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, stack, norm, head_bias=True, embd_pdrop=hf.get("embd_pdrop", 0.0))
 
 
-FAMILY = Family(model_type="phi", config=config, names=NAMES)
+def _rotary_dim(hf: Mapping[str, Any]) -> int:
+    return parts.rope(hf, partial=True).rotary_width(hf["hidden_size"] // hf["num_attention_heads"])
+
+
+FAMILY = Family(model_type="phi", config=config, names=NAMES, inert={"rotary_dim": _rotary_dim})

@@ -26,4 +26,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, stack, norm, embd_pdrop=hf.get("embd_pdrop", 0.0))
 
 
-FAMILY = Family(model_type="phi3", config=config, names=NAMES | FUSED)
+FAMILY = Family(
+    model_type="phi3", config=config, names=NAMES | FUSED, inert={"full_attn_mod": 1, "interpolate_factor": 1}
+)

@@ -19,7 +19,8 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         for turns, window in zip(hf["no_rope_layers"], parts.windows(hf), strict=True)
     ]
     mlp = parts.mlp(hf, hf.get("hidden_act"), bias=hf.get("mlp_bias", False), norm=norm)
-    _ = hf.get("use_sliding_window"), hf.get("no_rope_layer_interval")  # said by the two lists
+    # said by the two lists
+    _ = hf.get("use_sliding_window"), hf.get("max_window_layers"), hf.get("no_rope_layer_interval")
     return parts.decoder(hf, parts.layers(hf, attentions, mlp), norm, tied=True)
 
 
