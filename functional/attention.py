@@ -184,6 +184,8 @@ def attention(
             f"attention: the weights have {sizes['H']} query and {sizes['K']} key/value heads, the config "
             f"{cfg.num_attention_heads} and {cfg.num_key_value_heads}"
         )
+    if cache is not None and cache.k.dtype != x.dtype:
+        raise TypeError(f"attention(cache=...): its dtype is {cache.k.dtype}, that of x {x.dtype}")
     if cache is not None and segment_ids is not None:
         raise ValueError("attention: segment_ids with a cache\n    fix: give each document a row of the cache")
     if cfg.qk_norm_wide and sizes["H"] != cfg.num_attention_heads:

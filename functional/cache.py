@@ -105,7 +105,8 @@ def _rewrite_ring(
     kept = (positions >= 0) & (positions > last - window)
     slot = torch.where(kept, positions % window, window)
     order = torch.arange(tokens, device=positions.device).expand_as(positions)
-    source = torch.full_like(positions[:, :1], -1).expand(-1, window + 1).scatter(1, slot, order)[:, :window]
+    none = torch.full((positions.shape[0], window + 1), -1, dtype=order.dtype, device=positions.device)
+    source = none.scatter(1, slot.long(), order)[:, :window]
     take = source.clamp_min(0)[..., None, None]
     keep = (source < 0)[..., None, None]
 

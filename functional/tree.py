@@ -228,10 +228,18 @@ def trainable(tree: Any) -> list[Tensor]:
     """The tensors an optimiser should own: each leaf that requires a gradient, a view's base in place of the view,
     each once (tied leaves are one tensor)."""
     found: dict[int, Tensor] = {}
-    for leaf in leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            # A view that is itself a leaf of autograd (cut from a plain tensor) trains by itself.
-            base = leaf if leaf._base is None or leaf.is_leaf else leaf._base
+    for path, leaf in paths(tree).items():
+        if not isinstance(leaf, Tensor):
+            continue
+        base = leaf._base
+        if base is None or (leaf.is_leaf and leaf.requires_grad and not base.requires_grad):
+            base = leaf  # a view that is itself a leaf of autograd (cut from a plain tensor) trains by itself
+        elif base.requires_grad and leaf.is_leaf:
+            raise TreeError(
+                f"{path}: cut from a tensor that had no gradient then and has one now, which would not reach it\n"
+                "    fix: load again, after requires_grad_()"
+            )
+        if base.requires_grad:
             found.setdefault(id(base), base)
     return list(found.values())
 

@@ -82,14 +82,14 @@ def load(
         return _from_module(source, wish)
     if not isinstance(source, (str, Path)):
         raise TypeError(f"load: a module, a path or a name is needed, not {type(source).__name__}")
-    path = _packaged_file(str(source)) or Path(source)
+    path = _packaged_file(str(source)) or Path(source).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             fix = "pass the folder it lies in" if path.suffix == ".safetensors" else "pass a .gguf file or a folder"
             raise ValueError(f'source "{source}" is no GGUF file\n    fix: {fix}, or a transformers module')
         name = str(source) if str(source) in _PACKAGED else path.stem
         return _from_gguf(path, name, wish)
-    folder = find_folder(str(source))
+    folder = path if path.is_dir() else find_folder(str(source))
     if folder is None:
         names = ", ".join(f'"{n}"' for n in _PACKAGED)
         raise ValueError(
@@ -102,6 +102,8 @@ def load(
 def _indices(layers: Sequence[int] | None) -> Sequence[int] | None:
     if layers is None:
         return None
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, Sequence):
+        raise TypeError(f"load(layers={layers!r}): indices are needed, such as range(4)")
     found = list(layers)
     if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in found):
         raise ValueError(f"load(layers={layers!r}): indices from 0 on are needed, such as range(4)")
@@ -117,8 +119,9 @@ def _names(ignore: Sequence[str]) -> Sequence[str]:
 
 
 def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"load(dtype={dtype!r}): a floating torch.dtype is needed, such as torch.bfloat16")
+    if dtype is not None and dtype not in _FORMATS:
+        known = ", ".join(str(each) for each in _FORMATS)
+        raise ValueError(f"load(dtype={dtype!r}): cannot be computed with\n    known: {known}")
     return dtype
 
 
@@ -235,6 +238,13 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
     def describe(tensor: str) -> Tensor:
         return torch.empty(shapes[tensor], dtype=wish.dtype or dtypes.get(tensor, default), device="meta")
 
+    twins = family.tied.items() if cfg.tie_word_embeddings and not wish.abstract else ()
+    for twin, other in twins:
+        if twin in shapes and other in shapes and not torch.equal(file.tensor(twin), file.tensor(other)):
+            raise TreeError(
+                f"the config ties {twin} to {other}, but the file holds two different tensors\n"
+                "    fix: tie_word_embeddings: false in config.json"
+            )
     cfg, params = _assemble(family, cfg, wish, shapes, describe if wish.abstract else read)
     stops = file.generation.get("eos_token_id", file.config.get("eos_token_id"))
     return Model(

@@ -95,6 +95,7 @@ class Program:
         # Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing.
         ropes = [each.attention.rope for each in model.config.layers]
         turns = [rope.original_max_position_embeddings for rope in ropes if rope and rope.rope_type == "longrope"]
+        self._rings = any(sizes.slots_of(each.attention.window) < sizes.slots for each in model.config.layers)
         self._turns = sorted({turn for turn in turns if turn is not None})
         self._session = 0
         self._busy = threading.Lock()
@@ -214,11 +215,13 @@ class Program:
     def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
         """Feed each active row its token -> the state after it.
 
-        The state must be one of the last prefill; its token may be another (`dataclasses.replace(state, token=...)`).
+        The state must be one of the last prefill, with rings the last one; its token may be another
+        (`dataclasses.replace(state, token=...)`).
         Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
         """
         if state.session != self._session or state.position.shape != (self.sizes.batch,):
-            raise ValueError("decode: the state is not of this program's last prefill, whose cache it would read")
+            last = "step" if self._rings else "prefill"
+            raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
         longest = int(state.position.max()) + 1
         if longest > self.sizes.max_len:
             raise ValueError(f"decode: a row holds max_len={self.sizes.max_len} tokens; there is no slot for another")
@@ -232,6 +235,9 @@ class Program:
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
             plain = dataclasses.replace(state, session=0, token=state.token.clone())
+            if self._rings:
+                # What the state before it saw of a ring may be gone after this step.
+                self._session += 1
             read = self._read(max(longest, 1))
             new: State = self.decode.step(*self._inputs(), plain, self._eos(stop), read)
             return dataclasses.replace(new, session=self._session)
@@ -277,11 +283,11 @@ class Program:
                 f"generate(num_return_sequences={num_return_sequences}): the most likely tokens are always the same\n"
                 "    fix: do_sample=True"
             )
-        eos = self._eos(ends)
         sizes: Any = {"batch": self.sizes.batch, "vocab_size": self.model.config.vocab_size, "device": self.device}
-        choose = Chooser(read.rows, **sizes, eos_token_id=eos, **options)
+        choose = Chooser(read.rows, **sizes, **options)
         with self._alone():
             begin = now(self.device)
+            eos = self._eos(ends)
             inputs = self._inputs()
 
             def step(state: State, taken: int, tokens: list[Tensor]) -> State:
@@ -290,12 +296,12 @@ class Program:
                 again = self._turned(read.rows, state, taken, tokens)
                 if any(again):
                     new = self._run_prefill(inputs, new, again, eos)
-                return choose(new, state.position)
+                return choose(new, state.position, eos)
 
             if streamer is not None:
                 streamer.put(read.input_ids)
             state = self._run_prefill(inputs, self._start(), read.rows, eos)
-            state = choose(state, self._lengths(read.rows) - 1)
+            state = choose(state, self._lengths(read.rows) - 1, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
                 step, state, read.rows, max_new_tokens=max_new_tokens, ends=ends, texts=texts, streamer=streamer

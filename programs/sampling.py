@@ -133,33 +133,34 @@ class Chooser:
         batch: int,
         vocab_size: int,
         device: torch.device,
-        eos_token_id: Tensor,
         **options: Unpack[SamplingOptions],
     ) -> None:
         controls, seeds = read_controls(rows=len(rows), batch=batch, vocab_size=vocab_size, device="cpu", **options)
-        drawn = controls.top_k[controls.do_sample].tolist()
+        found = {path[1:]: leaf.tolist() for path, leaf in tree.paths(controls).items()}
+        drawn = [k for k, draws in zip(found["top_k"], found["do_sample"], strict=True) if draws]
         self.seeds = seeds if drawn else None
-        penalties = (controls.repetition_penalty != 1) | (controls.presence_penalty != 0)
-        self._needed = bool((penalties | (controls.frequency_penalty != 0)).any()) or bool(drawn)
+        off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+        self._needed = bool(drawn) or any(value != silent for name, silent in off.items() for value in found[name])
         if not self._needed:
             return
         if device.type == "mps":
             raise ValueError('generate: sampling computes in float64, which mps lacks\n    fix: device="cpu"')
         # What the options leave out, known here and so spared on the device.
         limited = any(k < vocab_size for k in drawn)
-        nucleus = bool((controls.top_p < 1).any())
+        nucleus = any(p < 1 for p in found["top_p"])
         self._shortcuts: Any = {"draws": bool(drawn), "nucleus": nucleus, "most": max(drawn) if limited else 0}
-        self._controls = tree.map(lambda t: t.to(device), controls)
-        self._counts, self._eos = prompt_counts(rows, batch, vocab_size, device), eos_token_id
+        self._controls, self._counts = controls, prompt_counts(rows, batch, vocab_size, "cpu")
 
-    def __call__(self, state: State, fed: Tensor) -> State:
+    def __call__(self, state: State, fed: Tensor, eos_token_id: Tensor) -> State:
         """The state of a prefill or a decode step with its token chosen anew. fed: `B`, the position of the token that
         gave these logits, -1 for a row that has ended."""
         if not self._needed:
             return state
         after = torch.where(fed >= 0, fed + 1, -1)
+        self._controls = tree.map(lambda t: t.to(fed.device), self._controls)  # once; later it is there
+        counts = self._counts.to(fed.device)
         token, logprob, position, self._counts = sample(
-            state.logits, after, self._counts, self._controls, self._eos, **self._shortcuts
+            state.logits, after, counts, self._controls, eos_token_id, **self._shortcuts
         )
         return dataclasses.replace(state, token=token, logprob=logprob, position=position)
 

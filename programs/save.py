@@ -41,7 +41,7 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
         if parts:
             tensors[name] = partial(_joined, parts)
     write_checkpoint(
-        Path(folder),
+        Path(folder).expanduser(),
         tensors,
         config=_config(model, model.family.model_type),
         generation=dict(model.generation) or None,

@@ -48,7 +48,8 @@ class Weights:
             storage = leaf.untyped_storage().data_ptr()
             # A region refuses arguments that share a storage, as fused projections do. They are only read, so a second
             # handle on the same memory serves as well.
-            new.append(torch.from_dlpack(leaf) if storage in seen else leaf)  # type: ignore[attr-defined]
+            apart = storage in seen or leaf.is_inference()  # an inference tensor would compile again
+            new.append(torch.from_dlpack(leaf) if apart else leaf)  # type: ignore[attr-defined]
             seen.add(storage)
         params: F.Decoder = tree.unflatten(tree.structure(self.params), new)
         return params
@@ -61,6 +62,9 @@ class Weights:
         faults = []
         for path, leaf in tree.paths(params).items():
             here = self._here(leaf)
+            base = leaf._base
+            if base is not None and base.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
+                faults.append(f"{path}: cut from a tensor that has been given other memory since; load it again")
             if (here and leaf.stride() != self._strides[path]) or (not here and path not in self._converted):
                 wanted = _layout(self._dtype, self._device, self._strides[path])
                 faults.append(f"{path}: {wanted}, but the tensor is {_layout(leaf.dtype, leaf.device, leaf.stride())}")

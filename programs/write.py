@@ -86,7 +86,7 @@ def write_checkpoint(
     generation: None writes none, and removes an old one. tokenizer: None writes none, and keeps an old one.
     Raises `ValueError` before anything is written.
     """
-    _check_place(folder, Path(folder).resolve())
+    _check_place(folder, _resolved(folder))
     shards = _split(tensors, max_shard_size)
     texts = {"config.json": _json("config", config)}
     if generation is not None:
@@ -167,11 +167,23 @@ def _json(argument: str, value: dict[str, Any]) -> str:
         raise ValueError(f"{argument}: cannot be written as JSON: {error}") from error
 
 
+def _resolved(folder: Path) -> Path:
+    try:
+        return Path(folder).resolve()
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f'folder "{folder}": {error}\n    fix: choose another place') from error
+
+
 def _check_place(folder: Path, target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise ValueError(f'folder "{folder}" is a file\n    fix: choose another place')
     if not target.parent.is_dir():
         raise ValueError(f'folder "{folder}": there is no folder {target.parent}\n    fix: mkdir -p {target.parent}')
+    if Path.cwd().is_relative_to(target):
+        raise ValueError(
+            f'folder "{folder}": the working folder lies in it, and would be gone when it is replaced\n'
+            "    fix: choose another place, or work elsewhere"
+        )
     for place in (target.parent, target):
         if place.exists() and not os.access(place, os.W_OK | os.X_OK):
             raise ValueError(f'folder "{folder}": {place} is not writable\n    fix: choose another place')

@@ -70,7 +70,12 @@ class Family:
         family cannot honour.
         """
         seen = Fields(fields)
-        cfg = self.config(seen)
+        try:
+            cfg = self.config(seen)
+        except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"config of family {self.model_type}: a field is missing or malformed ({type(error).__name__}: {error})"
+            ) from error
         unknown = seen.unexplained(defaults, self.inert, ignore)
         if unknown:
             raise ValueError(

@@ -47,7 +47,7 @@ class Fields(Mapping[str, Any]):
         return len(self._fields)
 
     def unexplained(self, defaults: Mapping[str, Any], inert: Mapping[str, Any], ignore: Collection[str]) -> list[str]:
-        """A line for each field that was not read, says something and is not at its default (without one: not off).
+        """A line for each field that was not read, says something and is not at its default, if it has one.
 
         inert: fields of published configs that nothing looks at, each with the value at which that is right, or a
         function of all fields to it.
@@ -55,7 +55,9 @@ class Fields(Mapping[str, Any]):
         """
         lines = []
         for name, value in self._fields.items():
-            if name in self.read or name in _SILENT or name in ignore:
+            if name in self.read or name in _SILENT or name in ignore or value is None or value in ([], {}):
+                continue
+            if name == "is_causal" and value is True:
                 continue
             if name in inert:
                 right = inert[name](self._fields) if callable(inert[name]) else inert[name]
@@ -65,6 +67,6 @@ class Fields(Mapping[str, Any]):
             if name in defaults:
                 if value != defaults[name]:
                     lines.append(f"{name}={value!r}, default {defaults[name]!r}")
-            elif value not in (None, False, [], {}):
+            else:  # False too may be what is unusual: use_rope=False
                 lines.append(f"{name}={value!r}, unknown")
         return lines

@@ -15,11 +15,15 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """transformers' `GemmaConfig`, as a mapping, to ours."""
     norm, bias = parts.rms(hf, zero_centered=True, scale_in_fp32=True), hf.get("attention_bias", False)
     attention = parts.attention(hf, qkv_bias=bias, o_bias=bias, norm=norm, rope=parts.rope(hf))
-    # transformers reads hidden_activation first; "gelu" there always meant the approximation.
-    activation = hf.get("hidden_activation") or hf.get("hidden_act") or "gelu_pytorch_tanh"
-    mlp = parts.mlp(hf, "gelu_pytorch_tanh" if activation == "gelu" else activation, norm=norm)
+    mlp = parts.mlp(hf, _activation(hf), norm=norm)
     width = hf["hidden_size"]
     return parts.decoder(hf, parts.layers(hf, attention, mlp), norm, tied=True, embedding_multiplier=width**0.5)
 
 
-FAMILY = Family(model_type="gemma", config=config, names=NAMES)
+def _activation(hf: Mapping[str, Any]) -> str:
+    """ "gelu" in these configs always meant the approximation."""
+    name = hf.get("hidden_act") or "gelu_pytorch_tanh"
+    return "gelu_pytorch_tanh" if name == "gelu" else name
+
+
+FAMILY = Family(model_type="gemma", config=config, names=NAMES, inert={"hidden_activation": _activation})

@@ -32,11 +32,12 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
             qk_norm=norm,
             rope=parts.rope(hf, kind),
             window=window,
-            softcap=hf.get("attn_logit_softcapping"),
             softmax_scale=hf["query_pre_attn_scalar"] ** -0.5,
         )
         for kind, window in zip(hf["layer_types"], parts.windows(hf), strict=True)
     ]
+    if hf.get("attn_logit_softcapping") is not None:
+        raise ValueError("attn_logit_softcapping: family gemma3_text has no capped scores, in transformers neither")
     mlp = parts.mlp(hf, hf.get("hidden_activation") or "gelu_pytorch_tanh", norm=norm, post_norm=norm)
     _ = hf.get("sliding_window_pattern")  # said by layer_types
     return parts.decoder(

@@ -23,6 +23,7 @@ FAMILY = Family(
     model_type="llama",
     config=config,
     names=NAMES,
+    inert={"rope_interleaved": False},
     gguf_arch="llama",
     gguf_fields={
         "vocab_size": "vocab_size",

@@ -21,4 +21,12 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, parts.layers(hf, attention, mlp), norm)
 
 
-FAMILY = Family(model_type="nemotron", config=config, names=NAMES, inert={"kv_channels": lambda hf: hf.get("head_dim")})
+FAMILY = Family(
+    model_type="nemotron",
+    config=config,
+    names=NAMES,
+    inert={
+        "kv_channels": lambda hf: hf.get("head_dim"),
+        "rope_percent": lambda hf: parts.rope(hf, partial=True).partial_rotary_factor,
+    },
+)

@@ -126,8 +126,9 @@ def rope(
     context = hf.get("max_position_embeddings")
     if "max_position_embeddings" in needs:
         found["max_position_embeddings"] = context
+    # As in transformers the one at the top wins.
     original = hf.get("original_max_position_embeddings")
-    original = found.get("original_max_position_embeddings") or original or context
+    original = original or found.get("original_max_position_embeddings") or context
     if "original_max_position_embeddings" in needs:
         found["original_max_position_embeddings"] = original
     if "factor" in needs and found.get("factor") is None and context and original:

@@ -37,4 +37,6 @@ def _rotary_dim(hf: Mapping[str, Any]) -> int:
     return parts.rope(hf, partial=True).rotary_width(hf["hidden_size"] // hf["num_attention_heads"])
 
 
-FAMILY = Family(model_type="phi", config=config, names=NAMES, inert={"rotary_dim": _rotary_dim})
+FAMILY = Family(
+    model_type="phi", config=config, names=NAMES, inert={"rotary_dim": _rotary_dim, "attention_bias": False}
+)

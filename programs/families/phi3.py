@@ -27,5 +27,14 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 FAMILY = Family(
-    model_type="phi3", config=config, names=NAMES | FUSED, inert={"full_attn_mod": 1, "interpolate_factor": 1}
+    model_type="phi3",
+    config=config,
+    names=NAMES | FUSED,
+    inert={
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+    },
 )

@@ -22,4 +22,4 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, parts.layers(hf, attentions, mlp), norm)
 
 
-FAMILY = Family(model_type="qwen2", config=config, names=NAMES)
+FAMILY = Family(model_type="qwen2", config=config, names=NAMES, inert={"use_mrope": False})

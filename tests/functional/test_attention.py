@@ -75,6 +75,19 @@ def test_padding_changes_no_byte_and_no_token(side):
     assert torch.equal(before.k.view(torch.int64), cache.k.view(torch.int64)), "the argument was written"
 
 
+def test_positions_of_any_integer_type_and_caches_of_one_dtype():
+    x, p = torch.randn(1, 4, 24, dtype=torch.float64), params()
+    for slots in (9, 5):
+        out, new = F.attention(p, x, CFG, positions=torch.arange(4)[None], cache=nan_cache(1, slots))
+        small, same = F.attention(
+            p, x, CFG, positions=torch.arange(4, dtype=torch.int32)[None], cache=nan_cache(1, slots)
+        )
+        assert torch.equal(out, small)
+        assert torch.equal(new.k.nan_to_num(), same.k.nan_to_num())
+    with pytest.raises(TypeError, match=r"its dtype is torch\.float32, that of x torch\.float64"):
+        F.attention(p, x, CFG, positions=torch.arange(4)[None], cache=F.tree.map(lambda t: t.float(), nan_cache(1, 9)))
+
+
 def test_vmap_over_a_batch_with_a_cache():
     x, p = torch.randn(3, 2, 24, dtype=torch.float64), params()
     cache, positions = nan_cache(3, 5), torch.tensor([[0, 1], [0, -1], [-1, 0]])

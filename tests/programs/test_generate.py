@@ -223,7 +223,7 @@ def test_other_dtypes_follow_the_live_weights(dtype):
     module = llama()
     program = programs.build(ours(module), max_len=32, chunk=8, dtype=dtype, compile=False)
     program.generate([[1, 2]], max_new_tokens=2)
-    copies = [t.data_ptr() for t in program._converted.values()]
+    copies = [t.data_ptr() for t in program._weights._converted.values()]
     with torch.no_grad():
         for p in module.parameters():
             p.mul_(-0.5)
@@ -232,7 +232,7 @@ def test_other_dtypes_follow_the_live_weights(dtype):
     assert logits.dtype == dtype
     exact = llama_in(module, torch.float64)(torch.tensor([[4, 5, 6]])).logits[0, -1]
     assert (logits - exact).abs().max() <= 1.5 * (expected - exact).abs().max() + 1e-6
-    assert [t.data_ptr() for t in program._converted.values()] == copies
+    assert [t.data_ptr() for t in program._weights._converted.values()] == copies
 
 
 def llama_in(module, dtype):
@@ -266,6 +266,7 @@ def test_a_streamer_gets_each_token_and_may_fail(tiny):
 def test_what_is_ambient_neither_compiles_nor_changes_a_number(tiny):
     program = tiny.program
     expected = program.generate(ROWS, max_new_tokens=5, return_logprobs=True)
+    drawn = program.generate(ROWS, max_new_tokens=5, do_sample=True, seed=1).tokens
     threads = torch.get_num_threads()
 
     @contextlib.contextmanager
@@ -284,10 +285,18 @@ def test_what_is_ambient_neither_compiles_nor_changes_a_number(tiny):
     for mode in [*modes, torch.device("meta")]:
         with mode:
             got = program.generate(ROWS, max_new_tokens=5, return_logprobs=True)
+            assert program.generate(ROWS, max_new_tokens=5, do_sample=True, seed=1).tokens == drawn
             state = program.prefill(ROWS)
         assert got.tokens == expected.tokens
         torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs), rtol=1e-6, atol=1e-6)
         assert program.decode(state).token.tolist() == [row[1] for row in expected.tokens]
+    with torch.inference_mode():
+        born = F.tree.map(torch.clone, tiny.model.params)
+    try:
+        program.params = born
+        assert program.generate(ROWS, max_new_tokens=5).tokens == expected.tokens
+    finally:
+        program.params = tiny.model.params
     assert (program.prefill.compiles, program.decode.compiles) == (1, 1)
     with torch.inference_mode():
         inside = programs.build(tiny.model, batch=3, max_len=40, chunk=8, compile=False)

@@ -66,7 +66,7 @@ def test_an_unknown_type_is_read_like_a_known_one(folder):
     torch.testing.assert_close(module(tokens).logits, F.decoder(like.params, tokens, like.config)[0])
     with pytest.raises(ValueError, match='model_type "gemma" is known, and computes otherwise'):
         programs.load(family("gemma"), like="llama")
-    edit(folder, model_type="supernova", attention_multiplier=0.3, use_dark_matter=False, attention_dropout=0.0)
+    edit(folder, model_type="supernova", attention_multiplier=0.3, attention_dropout=0.0, dark_matter=[])
     with pytest.raises(ValueError, match=r"attention_multiplier=0\.3, unknown"):
         programs.load(folder, like="llama")
     assert programs.load(folder, like="llama", ignore=["attention_multiplier"]).config == model.config
@@ -249,3 +249,102 @@ save: model.config differs from what was read, in logit_scale; config.json would
 
 load(ignore='logit_scale'): a list of names of config fields is needed""",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("llama", {"is_causal": False}, "is_causal=False"),
+        ("gemma", {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "silu"}, "hidden_activation='silu', right"),
+        ("gemma3", {"attn_logit_softcapping": 1.0}, "attn_logit_softcapping: family gemma3_text has no capped scores"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "a field is missing or malformed"),
+        ("llama", {"attention_bias": "no"}, "transformers' LlamaConfig refuses the config"),
+        ("llama", {"num_attention_heads": 0}, "refuses the config|is needed, not 0"),
+        ("llama", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: 1 entries"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("phi3", {"full_attn_mod": 2}, "full_attn_mod=2, right where it is 1"),
+    ],
+)
+def test_fields_that_would_compute_otherwise_are_refused_by_name(tmp_path, name, fields, said):
+    family(name).save_pretrained(tmp_path)
+    edit(tmp_path, **fields)
+    with pytest.raises(ValueError, match=said):
+        programs.load(tmp_path)
+
+
+def test_fields_at_the_top_of_older_configs_win(tmp_path):
+    """As in transformers: a context at the top, before the one among the rotary parameters."""
+    module = family("llama-yarn")
+    module.save_pretrained(tmp_path)
+    edit(tmp_path, original_max_position_embeddings=8)
+    assert programs.load(tmp_path).config.layers[0].attention.rope.original_max_position_embeddings == 8
+    tokens = torch.randint(1, 97, (1, 40))
+    model = programs.load(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(
+        F.decoder(model.params, tokens, model.config)[0], theirs(tokens).logits, rtol=1e-4, atol=1e-4
+    )
+    family("smollm3").save_pretrained(tmp_path / "more")
+    edit(tmp_path / "more", no_rope_layers=[1, 0, 1, 1, 1])
+    assert [each.attention.rope is None for each in programs.load(tmp_path / "more").config.layers] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_head_that_the_config_ties_away_is_not_dropped(folder):
+    edit(folder, tie_word_embeddings=True)
+    with pytest.raises(F.TreeError, match="two different tensors"):
+        programs.load(folder)
+
+
+def test_gradients_of_fused_leaves_are_there_or_refused():
+    module = family("phi3").requires_grad_(False)
+    model = programs.load(module)
+    assert F.tree.trainable(model.params) == []
+    module.requires_grad_(True)
+    with pytest.raises(F.TreeError, match="load again, after requires_grad_"):
+        F.tree.trainable(model.params)
+    model = programs.load(module)
+    assert len(F.tree.trainable(model.params)) == len(list(module.parameters()))
+    module.model.layers[0].requires_grad_(False)
+    assert len(F.tree.trainable(model.params)) == len([p for p in module.parameters() if p.requires_grad])
+
+
+def test_a_parameter_given_other_memory_is_noticed():
+    module = family("phi3")
+    program = programs.build(programs.load(module), max_len=20, chunk=8, compile=False)
+    weight = module.model.layers[0].self_attn.qkv_proj.weight
+    weight.data = weight.data * 2
+    with pytest.raises(
+        ValueError, match=r"layers\[0\]\.attention\.q: cut from a tensor that has been given other memory"
+    ):
+        program.generate([[1, 2]], max_new_tokens=2)
+
+
+def test_a_state_of_a_ring_belongs_to_its_step():
+    program = programs.build(programs.load(family("mistral")), max_len=30, chunk=8, compile=False)
+    first = program.prefill([[1, 2, 3, 4, 5, 6, 7]])
+    second = program.decode(first)
+    program.decode(second)
+    for old in (first, second):
+        with pytest.raises(ValueError, match="not of this program's last step"):
+            program.decode(old)
+
+
+def test_the_working_folder_is_not_replaced(folder, monkeypatch):
+    model = programs.load(folder)
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match="the working folder lies in it"):
+        programs.save(model, ".")
+    monkeypatch.chdir(folder.parent)
+    programs.save(model, folder.name)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    programs.save(model, "~/home")
+    assert programs.load("~/home").config == model.config
+    (folder.parent / "loop").symlink_to("loop")
+    with pytest.raises(ValueError, match="loop"):
+        programs.save(model, folder.parent / "loop")

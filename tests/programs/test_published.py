@@ -32,7 +32,9 @@ def test_published_configs(tmp_path):
             lines.append(f"{name}: {summary(programs.load(tmp_path, abstract=True))}")
         except ValueError as error:
             lines.append(f"{name}: {str(error).splitlines()[0]}")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 HuggingFaceTB/SmolLM2-135M: llama 134.5 M bfloat16, 30 layers, default 100000
 HuggingFaceTB/SmolLM2-360M: llama 361.8 M bfloat16, 32 layers, default 100000
 HuggingFaceTB/SmolLM2-1.7B-Instruct: llama 1711.4 M bfloat16, 24 layers, default 130000
@@ -72,4 +74,5 @@ microsoft/phi-2: phi 2779.7 M float16, 32 layers, default 10000 of 0.4
 nvidia/Nemotron-Mini-4B-Instruct: nemotron 4190.5 M bfloat16, 32 layers, default 10000 of 0.5
 CohereForAI/c4ai-command-r-v01: cohere 34980.8 M float16, 40 layers, default 8e+06
 CohereForAI/aya-23-8B: cohere 8028.0 M float16, 32 layers, default 10000
-openai/gpt-oss-20b: family gpt_oss: its 32 experts a layer are not computed yet, only its attention""")
+openai/gpt-oss-20b: family gpt_oss: its 32 experts a layer are not computed yet, only its attention""",
+    )

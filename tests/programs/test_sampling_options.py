@@ -104,10 +104,10 @@ def test_a_row_is_drawn_again_alone_from_its_seed():
 def test_what_asks_for_nothing_computes_nothing():
     no = [{}, {"top_k": 50, "temperature": 1.0}, {"repetition_penalty": None, "presence_penalty": 0}]
     yes = [{"do_sample": True}, {"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 0.1}]
-    sizes = {"batch": 2, "vocab_size": 97, "device": torch.device("cpu"), "eos_token_id": torch.tensor([-1])}
+    sizes = {"batch": 2, "vocab_size": 97, "device": torch.device("cpu")}
     state = State.empty(2, 97, torch.float32, "cpu")
     for given in no + yes:
-        chosen = Chooser([[1]], **sizes, **given)(state, torch.tensor([0, -1]))
+        chosen = Chooser([[1]], **sizes, **given)(state, torch.tensor([0, -1]), torch.tensor([-1]))
         assert (chosen is state) == (given in no)
     with pytest.raises(ValueError, match="which mps lacks"):
         Chooser([[1]], **sizes | {"device": torch.device("mps")}, do_sample=True)
