@@ -234,7 +234,8 @@ def attention(
     # Bias and norm come after the edge, which may be a sum over ranks.
     if params.o_bias is not None:
         out_BSD = out_BSD + params.o_bias
-    return apply_norm(out_BSD, params.post_norm, cfg.post_norm), cache
+    out_BSD = apply_norm(out_BSD, params.post_norm, cfg.post_norm)
+    return out_BSD, cache
 
 
 def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

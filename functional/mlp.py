@@ -89,7 +89,8 @@ def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Ten
     # Bias and norm come after the edge, which may be a sum over ranks.
     if params.down_bias is not None:
         out_BSD = out_BSD + params.down_bias
-    return apply_norm(out_BSD, params.post_norm, cfg.post_norm)
+    out_BSD = apply_norm(out_BSD, params.post_norm, cfg.post_norm)
+    return out_BSD
 
 
 @primitive

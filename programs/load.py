@@ -175,8 +175,11 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
         raise ValueError(f"{type(module).__name__} has no transformers config\n    fix: pass a ...ForCausalLM module")
     fields = hf.to_dict()
     family = _family(hf.model_type, wish.like)
-    cfg = family.read_config(fields, class_defaults(family.model_type), wish.ignore)
+    # How a file was packed says nothing of a module whose parameters are plain numbers, as is seen below.
+    ignore = (*wish.ignore, "quantization_config")
+    cfg = family.read_config(fields, class_defaults(family.model_type), ignore)
     found = dict(module.named_parameters(remove_duplicate=False))
+    _check_formats(type(module).__name__, {name: t.dtype for name, t in found.items()})
     for name, other in family.tied.items():
         if cfg.tie_word_embeddings and found.get(name, found.get(other)) is not found.get(other):
             raise TreeError(
@@ -203,6 +206,16 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
     )
 
 
+def _check_formats(source: str, dtypes: Mapping[str, torch.dtype]) -> None:
+    packed = [f"{n}: {str(d).removeprefix('torch.')}" for n, d in dtypes.items() if d not in _FORMATS]
+    if packed:
+        raise ValueError(
+            f"{source}: weights in formats that are not computed with\n    "
+            + "\n    ".join(listed(packed))
+            + "\n    fix: a checkpoint in bfloat16, float16, float32 or float64"
+        )
+
+
 def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
     wish.progress(f"reading {folder.name}", 0, 1)
     file = Checkpoint(folder, weights=not wish.abstract)
@@ -224,13 +237,7 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
     if wish.abstract and not shapes:
         shapes = _expected_shapes(family, cfg)
     dtypes = file.dtypes
-    packed = [f"{n}: {str(d).removeprefix('torch.')}" for n, d in dtypes.items() if n in shapes and d not in _FORMATS]
-    if packed:
-        raise ValueError(
-            f"{folder.name}: weights in formats that are not computed with\n    "
-            + "\n    ".join(listed(packed))
-            + "\n    fix: a checkpoint in bfloat16, float16, float32 or float64"
-        )
+    _check_formats(folder.name, {n: d for n, d in dtypes.items() if n in shapes})
 
     said = getattr(torch, str(fields.get("dtype")), None)
     default = said if said in _FORMATS else torch.float32

@@ -33,12 +33,15 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         report.outcome = "failed"
 
 
+_TINY = ("donation", "generate", "lower", "messages", "plan", "sampling")
+
+
 class _ByProgram(LoadScopeScheduling):
-    """Tests of one compiled program stay in one worker; two such groups, and every other file by itself."""
+    """Files that share a compiled program stay in one worker; every other file goes by itself."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return "programs" if "programs/" in file and "smollm2" not in file else file
+        return "tiny" if file.rpartition("test_")[2].removesuffix(".py") in _TINY else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
@@ -47,7 +50,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups are dealt out first."""
-    items.sort(key=lambda item: ("smollm2" not in item.nodeid, "programs/" not in item.nodeid))
+    first = ("smollm2", "families_compiled", *_TINY)
+    items.sort(key=lambda item: next((i for i, name in enumerate(first) if f"test_{name}.py" in item.nodeid), 99))
 
 
 @pytest.fixture(autouse=True)

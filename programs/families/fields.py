@@ -15,7 +15,8 @@ _SILENT = frozenset(
         "dtype", "transformers_version", "transformers.js_config", "is_llama_config", "tokenizer_class",
         "task_specific_params", "problem_type", "id2label", "label2id", "num_labels",
         # special tokens
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "cls_token_id",
+        "mask_token_id", "decoder_start_token_id",
         # how it is run, trained, split or initialised
         "use_cache", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states",
         "chunk_size_feed_forward", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
@@ -55,7 +56,14 @@ class Fields(Mapping[str, Any]):
         """
         lines = []
         for name, value in self._fields.items():
-            if name in self.read or name in _SILENT or name in ignore or value is None or value in ([], {}):
+            if (
+                name in self.read
+                or name in _SILENT
+                or name.startswith("_")
+                or name in ignore
+                or value is None
+                or value in ([], {})
+            ):
                 continue
             if name == "is_causal" and value is True:
                 continue

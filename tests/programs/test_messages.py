@@ -301,7 +301,8 @@ load(layers=[-1]): indices from 0 on are needed, such as range(4)
 load(dtype=..., device=...): a module has its own
     fix: module.to(...) before load
 
-load(dtype=torch.int8): a floating torch.dtype is needed, such as torch.bfloat16
+load(dtype=torch.int8): cannot be computed with
+    known: torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 load(device="gpu"): no such device
 

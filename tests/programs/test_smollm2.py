@@ -64,7 +64,8 @@ def test_command_line_streams_text(capsys):
 
 
 @pytest.mark.parametrize("options", [[], ["--do-sample", "--seed", "3", "--top-p", "0.9"]])
-def test_command_line_answers(capsys, options):
+def test_command_line_answers(real, capsys, monkeypatch, options):
+    monkeypatch.setattr(programs, "load", lambda name, **given: real.model)  # loading it again costs ten seconds
     arguments = ["generate", "--model", "smollm2-135m", "--max-new-tokens", "6", "--no-compile", "--chat", *options]
     assert main([*arguments, "--prompt", "What is the capital of France?"]) == 0
     out, err = capsys.readouterr()
