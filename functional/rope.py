@@ -147,26 +147,30 @@ def frequencies(
     if cfg.by_length and length is None:
         raise ValueError(f'rope: rope_type="{cfg.rope_type}" needs the length of each row')
     factor, context = cfg.factor or 1.0, cfg.original_max_position_embeddings or 1
-    inverse = 1.0 / cfg.rope_theta**exponents
-    if cfg.rope_type == "linear":
-        return inverse / factor
-    if cfg.rope_type == "dynamic" and length is not None:
-        most = cfg.max_position_embeddings or 1
-        growth = (factor * length.clamp_min(most) / most - (factor - 1)) ** (width / (width - 2))
-        return 1.0 / (cfg.rope_theta * growth[:, None, None]) ** exponents
-    if cfg.rope_type == "longrope" and length is not None:
-        long, short = (_constant(f or (), device, torch.float32) for f in (cfg.long_factor, cfg.short_factor))
-        return inverse / torch.where((length > context)[:, None, None], long, short)
-    if cfg.rope_type == "yarn":
-        keep = 1 - _yarn_ramp(cfg, context, width, device)
-        return inverse / factor * (1 - keep) + inverse * keep
-    if cfg.rope_type == "llama3":
-        # Wavelengths that fit the original context many times stay, those longer than it are stretched by `factor`,
-        # and those between are blended.
-        low, high = cfg.low_freq_factor or 0.0, cfg.high_freq_factor or 0.0
-        keep = ((context * inverse / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return (1 - keep) * inverse / factor + keep * inverse
-    return inverse
+    # Operation by operation as transformers does: at position 100,000 the last bit of a frequency is an angle of 0.01.
+    powers = cfg.rope_theta**exponents
+    match cfg.rope_type:
+        case "linear":
+            return 1.0 / powers / factor
+        case "dynamic" if length is not None:
+            most = cfg.max_position_embeddings or 1
+            growth = (factor * length.clamp_min(most) / most - (factor - 1)) ** (width / (width - 2))
+            return 1.0 / (cfg.rope_theta * growth[:, None, None]) ** exponents
+        case "longrope" if length is not None:
+            long, short = (_constant(f or (), device, torch.float32) for f in (cfg.long_factor, cfg.short_factor))
+            return 1.0 / (torch.where((length > context)[:, None, None], long, short) * powers)
+        case "yarn":
+            keep = 1 - _yarn_ramp(cfg, context, width, device)
+            return 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
+        case "llama3":
+            # Wavelengths that fit the original context many times stay, those longer than it are stretched by `factor`,
+            # and those between are blended.
+            inverse = 1.0 / powers
+            low, high = cfg.low_freq_factor or 0.0, cfg.high_freq_factor or 0.0
+            keep = ((context / (2 * math.pi / inverse) - low) / (high - low)).clamp(0, 1)
+            return (1 - keep) * inverse / factor + keep * inverse
+        case _:
+            return 1.0 / powers
 
 
 def _yarn_ramp(cfg: RopeConfig, context: int, width: int, device: torch.device | None) -> Tensor:

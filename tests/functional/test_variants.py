@@ -8,6 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
+from meshfn.functional.rope import frequencies
 from meshfn.programs.families import find_family, gpt_oss
 from transformers import GptOssConfig, LlamaConfig, Phi3Config, Qwen3NextConfig
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -22,6 +23,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from ..families import GPT_OSS, LONG
+from ..tiny import LLAMA3
 
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -66,6 +68,21 @@ def test_scalings_are_transformers_within_and_beyond_the_context(name, length):
     cos, sin = LlamaRotaryEmbedding(config)(torch.ones(1), positions)
     for got, want in zip(F.rope_tables(positions, cfg, 16), (cos[..., :8], sin[..., :8]), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [*SCALINGS, "llama3", "default"])
+def test_frequencies_are_transformers_to_the_bit(name):
+    """At position 100,000 the last bit of a frequency is an angle of 0.01."""
+    given = ({"llama3": LLAMA3, "default": {"rope_type": "default"}} | SCALINGS)[name] | {"rope_theta": 5e5}
+    config = LlamaConfig(head_dim=16, hidden_size=32, num_attention_heads=2, max_position_embeddings=32, rope_parameters=given)  # fmt: skip
+    module = LlamaRotaryEmbedding(config)
+    more = {"max_position_embeddings": 32} if name == "dynamic" else {}
+    cfg = F.RopeConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in (given | more).items()})
+    for length in (5, 32, 33, 100):
+        module(torch.ones(1), torch.arange(length)[None])
+        found = frequencies(cfg, 16, length=torch.tensor([length]) if cfg.by_length else None).flatten()
+        assert torch.equal(found, module.inv_freq), length
+    assert cfg.scaling == module.attention_scaling
 
 
 def test_a_row_has_its_own_length():

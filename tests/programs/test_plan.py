@@ -72,9 +72,10 @@ graph decode
   positions               3 1     state.position[:, None]
   x                       3 1 48  embedding(tokens, params.embed)
   exponents               4       (arange(0, 8, 2, dtype=int64).float() / 8)
-  inverse                 4       (1 / (10000 ** exponents))
+  powers                  4       (10000 ** exponents)
+  turns                   4       (1 / powers)
   where                   3 1 1   positions[..., None]
-  angles                  3 1 4   (where.float() * inverse)
+  angles                  3 1 4   (where.float() * turns)
   cos_1                   3 1 4   angles.cos().to(float32)
   sin_1                   3 1 4   angles.sin().to(float32)
   getitem_3               3 1 48  layer_0(x, params.layers[0], cos_1, sin_1, positions, cache[0], read[0].size()[0], read[0])
