@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "smollm3",
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True},
     ),
-    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1, "hidden_act": "gelu"}),
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": (
         "gemma2",
         {"head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0}

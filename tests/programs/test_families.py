@@ -18,10 +18,10 @@ LENGTHS = (21, 9, 3)
 NEW = 12
 
 
-def expected(module, row):
+def expected(module, row, **options):
     """transformers' own tokens. A copy: its dynamic rope remembers the longest row it has seen."""
-    module = copy.deepcopy(module)
-    return module.generate(torch.tensor([row]), max_new_tokens=NEW, do_sample=False)[0, len(row) :].tolist()
+    out = copy.deepcopy(module).generate(torch.tensor([row]), max_new_tokens=NEW, do_sample=False, **options)
+    return out[0, len(row) :].tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -34,7 +34,9 @@ def test_ragged_rows_in_chunks_generate_as_transformers(name):
         cache.k.fill_(torch.nan)
         cache.v.fill_(torch.nan)
     found = program.generate(rows, max_new_tokens=NEW)
-    assert found.tokens == [expected(module, row) for row in rows]
+    # Where longrope's angles change for a whole row, not every version of transformers gives up its cache.
+    options = {"use_cache": False} if name == "phi3-long" else {}
+    assert found.tokens == [expected(module, row, **options) for row in rows]
     # Again over a cache that is full of the last call, the rows in other places.
     assert program.generate(rows[::-1], max_new_tokens=NEW).tokens == found.tokens[::-1]
     windows = [each.attention.window for each in model.config.layers]

@@ -295,6 +295,13 @@ def test_fields_at_the_top_of_older_configs_win(tmp_path):
     ]
 
 
+def test_gelu_in_a_gemma_config_is_the_approximation(tmp_path):
+    family("gemma").save_pretrained(tmp_path)
+    for fields in ({"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}):
+        edit(tmp_path, **fields)
+        assert programs.load(tmp_path).config.layers[0].mlp.hidden_act == "gelu_pytorch_tanh"
+
+
 def test_a_head_that_the_config_ties_away_is_not_dropped(folder):
     edit(folder, tie_word_embeddings=True)
     with pytest.raises(F.TreeError, match="two different tensors"):
