@@ -10,11 +10,11 @@ from .decoder import (
     Layer,
     LayerConfig,
     backbone,
-    causal_lm_loss,
     decoder,
     final_norm,
     layer,
     logits,
+    next_token_loss,
 )
 from .loss import cross_entropy
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
@@ -46,7 +46,6 @@ __all__ = [
     "attention",
     "backbone",
     "cache_update",
-    "causal_lm_loss",
     "cross_entropy",
     "decode_attention",
     "decoder",
@@ -61,6 +60,7 @@ __all__ = [
     "linear",
     "logits",
     "mlp",
+    "next_token_loss",
     "norm_linear",
     "normalize",
     "penalize",

@@ -35,11 +35,11 @@ __all__ = [
     "Layer",
     "LayerConfig",
     "backbone",
-    "causal_lm_loss",
     "decoder",
     "final_norm",
     "layer",
     "logits",
+    "next_token_loss",
 ]
 
 
@@ -296,23 +296,27 @@ def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = ident
     return logits_Z
 
 
-def causal_lm_loss(
+def next_token_loss(
     params: Decoder,
-    x: Tensor,
+    tokens: Tensor,
     cfg: DecoderConfig,
-    labels: Tensor,
+    targets: Tensor,
     weights: Tensor | None = None,
     *,
     chunk: int = 1024,
+    **given: Any,
 ) -> tuple[Tensor, Tensor]:
-    """x `B S D`, as `backbone` returns it, labels `B S`, each the token that follows -> loss sum and weight sum.
+    """tokens `B S`, targets `B S`, the token after each (`ids[:, :-1]` and `ids[:, 1:]`; -100 is left out), weights
+    `B S`, 1 unless given -> the sum of the weighted losses and of the weights, scalars; their ratio is the mean.
 
-    `cross_entropy` of `logits`, without the logits of all tokens at once; see there for the arguments.
+    `cross_entropy` of `decoder`'s logits, of `chunk` tokens at a time. given: the other arguments of `backbone`.
     """
+    check_shapes("next_token_loss", tokens=(tokens, "B S"), targets=(targets, "B S"), weights=(weights, "B S"))
+    x, _ = backbone(params, tokens, cfg, **given)
     return cross_entropy(
         final_norm(params, x, cfg),
         params.embed if params.head is None else params.head,
-        labels,
+        targets,
         weights,
         bias=params.head_bias,
         logit_scale=cfg.logit_scale,

@@ -10,7 +10,7 @@ import torch
 
 from . import dynamo
 from .lower import Kernel, with_table
-from .model import Model
+from .model import Model, check_model
 from .program import Program
 from .report import Plan, make_plan
 from .sizes import Sizes, Target
@@ -41,6 +41,7 @@ def build(
     compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning.
     kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
     """
+    check_model("build", model)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
         raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
@@ -75,6 +76,7 @@ def plan(
 
     device: the model's unless given, "cpu" for an abstract model. arch: such as "sm_90".
     """
+    check_model("plan", model)
     place = _device(device, torch.device("cpu") if model.device.type == "meta" else model.device)
     if arch is not None and not re.fullmatch(r"sm_\d+[a-z]?", arch):
         raise ValueError(f'plan(arch="{arch}"): an architecture such as "sm_90" is needed')

@@ -121,7 +121,7 @@ def _names(ignore: Sequence[str]) -> Sequence[str]:
 def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     if dtype is not None and dtype not in _FORMATS:
         known = ", ".join(str(each) for each in _FORMATS)
-        raise ValueError(f"load(dtype={dtype!r}): cannot be computed with\n    known: {known}")
+        raise ValueError(f"load(dtype={dtype!r}): a torch.dtype to compute with is needed\n    known: {known}")
     return dtype
 
 
@@ -342,7 +342,12 @@ def _assemble(
         leaves[name] = paths
     faults += [f"{name}: not expected, it has {shapes[name]}" for name in shapes if name not in used]
     if faults:
-        raise TreeError(f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(faults))
+        # The same names without their first part: a base model.
+        bare = {name.removeprefix("model.") for name in leaves} & set(shapes)
+        fix = "\n    fix: pass the ...ForCausalLM module, with its head" if len(bare) > len(shapes) // 2 else ""
+        raise TreeError(
+            f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(faults) + fix
+        )
     cfg = replace(cfg, layers=tuple(cfg.layers[i] for i in kept))
     place = {f".layers[{i}].": f".layers[{j}]." for j, i in enumerate(kept)}
     expected = Decoder.abstract(cfg)

@@ -11,7 +11,7 @@ import torch
 from ..functional import Decoder, DecoderConfig, tree
 from .families import Family
 
-__all__ = ["Model"]
+__all__ = ["Model", "check_model"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,3 +57,13 @@ class Model:
     def __repr__(self) -> str:
         size = f"{self.num_parameters / 1e6:.1f} M parameters"
         return f"Model({self.name}, {len(self.config.layers)} layers, {size}, {self.dtype}, {self.device})"
+
+
+def check_model(function: str, model: Any) -> None:
+    """Raise `TypeError` for what is no `Model`, with the way to one."""
+    if isinstance(model, Model):
+        return
+    fix = "programs.load(...) makes one, of a module, a folder or a name"
+    if isinstance(model, Decoder):
+        fix = "dataclasses.replace(model, params=params), with the model they came from"
+    raise TypeError(f"{function}: a programs.Model is needed, not {type(model).__name__}\n    fix: {fix}")

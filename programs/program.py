@@ -27,6 +27,12 @@ from .weights import Weights
 
 __all__ = ["Phase", "Program"]
 
+# What `generate` takes beside the options of sampling.
+_ARGUMENTS = (
+    *("prompts", "input_ids", "attention_mask", "max_new_tokens", "eos_token_id", "pad_token_id"),
+    *("stop_strings", "num_return_sequences", "return_logprobs", "streamer"),
+)
+
 
 class Phase:
     """One function of a program. Calling it runs the phase; see `Program.prefill`, `Program.decode`.
@@ -175,7 +181,14 @@ class Program:
             max_len=self.sizes.max_len,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad,
+            padding=self._padding,
         )
+
+    @property
+    def _padding(self) -> int | None:
+        """The model's padding token, unless it ends rows too and so may be meant."""
+        pad = self.model.pad_token_id
+        return None if pad in self.model.eos_token_id else pad
 
     def _chunks(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
         """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
@@ -270,7 +283,9 @@ class Program:
         if (prompts is None) == (input_ids is None):
             raise ValueError("generate: pass prompts, or input_ids")
         check_positive("generate", max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
-        check_options(options)
+        check_options(options, _ARGUMENTS)
+        if isinstance(streamer, type):
+            raise TypeError(f"generate(streamer={streamer.__name__}): an object is needed, not the class")
         ends = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
         texts = StopStrings(stop_strings, self.model.tokenizer)
         pad = next((p for p in (pad_token_id, self.model.pad_token_id, *ends) if p is not None), 0)

@@ -33,9 +33,11 @@ def read_prompts(
     max_len: int,
     max_new_tokens: int = 0,
     pad_token_id: int = 0,
+    padding: int | None = None,
 ) -> Prompts:
     """prompts: a string, a list of strings, a list of token ids or of lists of them, `input_ids` `B S`, or what a
-    tokenizer returns. attention_mask: `B S`, 1 where a token is one; zeros may stand on either side.
+    tokenizer returns. attention_mask: `B S`, 1 where a token is one; zeros may stand on either side. padding: the
+    token that `input_ids` without a mask are padded with, as transformers infers it.
 
     Raises `ValueError` (`TypeError` for what is none of these), naming the row and the numbers.
     """
@@ -46,6 +48,13 @@ def read_prompts(
         prompts = prompts["input_ids"]
     if hasattr(prompts, "__array__") and not isinstance(prompts, Tensor):
         prompts = torch.as_tensor(prompts)
+    if (
+        isinstance(prompts, Tensor)
+        and attention_mask is None
+        and padding is not None
+        and bool((prompts == padding).any())
+    ):
+        attention_mask = prompts != padding
     if isinstance(prompts, Tensor):
         mask = None if attention_mask is None else torch.as_tensor(attention_mask)
         rows = _masked(_from_tensor(prompts), mask, tuple(prompts.shape))
@@ -72,7 +81,7 @@ def repeated(prompts: Prompts, times: int, batch: int) -> Prompts:
     if len(rows) > batch:
         raise ValueError(
             f"generate(num_return_sequences={times}): {len(prompts.rows)} prompts make {len(rows)} rows, but the "
-            f"program was built for batch={batch}"
+            f"program was built for batch={batch}\n    fix: batch={len(rows)}"
         )
     return Prompts(
         rows, prompts.input_ids.repeat_interleave(times, 0), prompts.attention_mask.repeat_interleave(times, 0)
@@ -113,6 +122,11 @@ def _from_lists(prompts: Any, tokenizer: Any) -> list[list[int]]:
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             raise TypeError(f"prompts[{i}]: a list of token ids is needed among others, not {type(prompt).__name__}")
         for j, token in enumerate(prompt):
+            if isinstance(token, Mapping):
+                raise TypeError(
+                    f"prompts[{i}][{j}]: a message of a chat is no token id\n"
+                    "    fix: model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+                )
             if not _is_integer(token):
                 raise TypeError(f"prompts[{i}][{j}]: a token id is an integer, not {token!r}")
         rows.append([int(t) for t in prompt])
@@ -138,7 +152,10 @@ def _masked(rows: list[list[int]], mask: Tensor | None, shape: tuple[int, ...]) 
     for i, (row, keep) in enumerate(zip(rows, mask.tolist(), strict=True)):
         places = [j for j, m in enumerate(keep) if m]
         if places and places[-1] - places[0] + 1 != len(places):
-            raise ValueError(f"attention_mask[{i}]: zeros between ones; padding may stand on either side only")
+            raise ValueError(
+                f"attention_mask[{i}]: zeros between ones; padding may stand on either side only\n"
+                "    fix: pass attention_mask, where pad_token_id is a token like others"
+            )
         kept.append([row[j] for j in places])
     return kept
 
@@ -147,7 +164,9 @@ def _check(rows: list[list[int]], vocab_size: int, batch: int, max_len: int, max
     if not rows:
         raise ValueError("prompts: the batch is empty\n    fix: pass at least one prompt")
     if len(rows) > batch:
-        raise ValueError(f"prompts: {len(rows)} rows, but the program was built for batch={batch}")
+        raise ValueError(
+            f"prompts: {len(rows)} rows, but the program was built for batch={batch}\n    fix: batch={len(rows)}"
+        )
     for i, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompts[{i}]: the prompt is empty\n    fix: pass at least one token")

@@ -118,7 +118,8 @@ class Plan:
                     cells = [r.names.ljust(widths[0]), r.op.ljust(widths[1]), r.shape.ljust(widths[2])]
                     read = f"reads    {size_text(r.reads):>10}" if r.reads else " " * 19
                     read = f"reads <= {size_text(r.context):>10}" if r.context else read
-                    lines.append(f"    {'  '.join(cells)}  {read}  {r.kernel}".rstrip())
+                    kernel = r.kernel if self.compiled else r.kernel.replace("compiler", "eager", 1)
+                    lines.append(f"    {'  '.join(cells)}  {read}  {kernel}".rstrip())
         return "\n".join(
             [
                 *lines,

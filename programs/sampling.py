@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import numbers
 import secrets
@@ -44,12 +45,26 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | Sequence[int] | None
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for a name that is none of `SamplingOptions`."""
-    known = SamplingOptions.__annotations__
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise TypeError(f"generate: {', '.join(unknown)} unknown\n    known: {', '.join(known)}")
+# What transformers' generate has under another name, or not for us to say.
+_ELSEWHERE = {
+    "max_length": "max_new_tokens=..., without the prompt",
+    "generator": "seed=...",
+    "generation_config": "**model.sampling, and options after it",
+    "tokenizer": "leave it out, the model has its own",
+    "output_scores": "return_logprobs=True",
+    "return_dict_in_generate": "leave it out, a Generation is what is returned",
+}
+
+
+def check_options(options: Mapping[str, Any], others: Sequence[str]) -> None:
+    """Raise `TypeError` for a name that is none of `SamplingOptions`. others: what `generate` takes beside them."""
+    known = [*others, *SamplingOptions.__annotations__]
+    for name in options:
+        if name not in SamplingOptions.__annotations__:
+            near = difflib.get_close_matches(name, known, 1)
+            fix = _ELSEWHERE.get(name) or (f"{near[0]}=..." if near else None)
+            said = f"\n    fix: {fix}" if fix else ""
+            raise TypeError(f"generate: {name} unknown\n    known: {', '.join(known)}{said}")
 
 
 def read_controls(
@@ -254,6 +269,8 @@ def _top_k(value: Any) -> int:
     if value is None:
         return 0
     fix = "    fix: top_k=0, or None, to switch it off"
+    if isinstance(value, float) and value == int(value):
+        fix = f"    fix: top_k={int(value)}"
     if not _is_integer(value):
         raise TypeError(f"generate(top_k={value!r}): an integer is needed, not {type(value).__name__}\n{fix}")
     if int(value) < 0:

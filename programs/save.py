@@ -14,20 +14,21 @@ from torch import Tensor
 from ..functional import Decoder, tree
 from .families import Family
 from .hf_config import architecture, normalized
-from .model import Model
+from .model import Model, check_model
 from .write import write_checkpoint
 
 __all__ = ["save"]
 
 
 def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-    """Write config.json, the weights (safetensors, in files of `max_shard_size` at most), generation_config.json and
-    the tokenizer. What `load` and transformers read from there is the same to the bit.
+    """Write config.json, the weights (safetensors, in files of `max_shard_size` at most), and where the model has them
+    generation_config.json and the tokenizer. What `load` and transformers read from there is the same to the bit.
 
     Trained parameters are saved by `save(dataclasses.replace(model, params=params), folder)`. An existing checkpoint is
     replaced at once when the new one is complete; interrupted before that, it stays whole. Other files in the folder
     stay too. Raises `ValueError` and `TreeError` before anything is written.
     """
+    check_model("save", model)
     if model.device.type == "meta":
         raise ValueError("save: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
     if model.family is None:

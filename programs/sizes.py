@@ -35,7 +35,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """batch: rows. max_len: tokens a row. chunk: tokens a row and prefill call. slots: of the cache."""
+    """batch: rows. max_len: tokens a row. chunk: tokens of a row that a prefill call takes, max_len at most."""
 
     batch: int
     max_len: int
@@ -44,12 +44,13 @@ class Sizes:
     def __post_init__(self) -> None:
         for name in ("batch", "max_len", "chunk"):
             check_positive("build", **{name: getattr(self, name)})
+        object.__setattr__(self, "chunk", min(self.chunk, self.max_len))
 
     @property
     def slots(self) -> int:
         """One more than is ever read: Dynamo takes a view as long as its base for a special case and would compile
-        a second time. At least a chunk, whose tokens each need a slot."""
-        return -(-max(self.max_len, self.chunk) // READ_STEP) * READ_STEP + 1
+        a second time."""
+        return -(-self.max_len // READ_STEP) * READ_STEP + 1
 
     def slots_of(self, window: int | None) -> int:
         """The slots of a layer's cache; those of a ring are its window and one that is never read, see `slots`."""

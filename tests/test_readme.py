@@ -17,7 +17,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_a_layer_of_your_own():
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1]
+    code = snippet("F.Attention.init")
     found = {"torch": torch, "F": F}
     exec(code, found)
     assert isinstance(found["params"], F.Attention)
@@ -26,6 +26,16 @@ def test_a_layer_of_your_own():
 def snippet(word):
     (code,) = (c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if word in c)
     return code
+
+
+def test_training():
+    model = programs.load(family("llama"))
+    program = programs.build(model, max_len=20, compile=False)
+    before = program.score([[1, 2, 3]])[0]
+    found = {"torch": torch, "F": F, "model": model, "program": program, "ids": torch.tensor([[1, 2, 3]] * 4)}
+    exec(snippet("next_token_loss"), found)
+    assert program.score([[1, 2, 3]])[0].sum() > before.sum()
+    torch.testing.assert_close(found["value"], -before.mean(), rtol=1e-4, atol=1e-4)
 
 
 def test_checkpoints(tmp_path):

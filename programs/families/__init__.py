@@ -76,13 +76,20 @@ class Family:
             raise ValueError(
                 f"config of family {self.model_type}: a field is missing or malformed ({type(error).__name__}: {error})"
             ) from error
+        stray = [name for name in ignore if name not in fields and name != "quantization_config"]
+        if stray:
+            raise ValueError(f"load(ignore=...): the config has no {', '.join(stray)}")
         unknown = seen.unexplained(defaults, self.inert, ignore)
         if unknown:
             raise ValueError(
                 f"config fields that family {self.model_type} does not explain\n    "
                 + "\n    ".join(unknown)
-                + f"\n    fix: load(..., ignore={[line.partition('=')[0] for line in unknown]!r}), "
-                "if you know that they change nothing"
+                + (
+                    f"\n    fix: load(..., ignore={[line.partition('=')[0] for line in unknown]!r}), "
+                    "if you know that they change nothing"
+                    if len(unknown) < 6
+                    else f"\n    so many that this is no {self.model_type}"
+                )
             )
         return cfg
 

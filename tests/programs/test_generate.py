@@ -342,3 +342,23 @@ def test_forms_of_prompts_are_one(eager):
     stop = expected[0][0]
     for eos in (stop, [stop], torch.tensor(stop), np.int64(stop), [stop] * 9):
         assert eager.generate([rows[0]], max_new_tokens=3, eos_token_id=eos).tokens == [[stop]]
+
+
+def test_padding_without_a_mask_is_seen_as_transformers_sees_it():
+    """Where the padding token is no end token and stands in the ids; lists of ids have none."""
+    module = llama()
+    module.generation_config.pad_token_id = module.config.pad_token_id = 7
+    program = programs.build(ours(module), batch=2, max_len=20, compile=False)
+    ids = torch.tensor([[7, 7, 3, 4], [3, 4, 5, 6]])
+    expected = module.generate(ids, max_new_tokens=4, do_sample=False)
+    found = program.generate(ids, max_new_tokens=4)
+    assert torch.equal(found.sequences, expected)
+    assert found.attention_mask[0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert program.generate([[7, 7, 3, 4]], max_new_tokens=4).tokens != found.tokens[:1]
+    with pytest.raises(ValueError, match="fix: pass attention_mask, where pad_token_id is a token like others"):
+        program.generate(torch.tensor([[3, 7, 4]]), max_new_tokens=2)
+    mask = torch.ones(1, 3, dtype=torch.int64)
+    program.generate(torch.tensor([[3, 7, 4]]), attention_mask=mask, max_new_tokens=2)
+    module.generation_config.eos_token_id = 7
+    meant = programs.build(ours(module), batch=2, max_len=20, compile=False)
+    assert meant.generate(ids, max_new_tokens=1).attention_mask[0].tolist() == [1] * 5

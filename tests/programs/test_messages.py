@@ -12,7 +12,7 @@ from meshfn import functional as F
 from meshfn import programs
 from meshfn.programs import dynamo
 from meshfn.programs.cli import main
-from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM, TextStreamer
 
 from ..families import GPT_OSS
 from ..tiny import llama
@@ -72,6 +72,7 @@ prompts[0]: 50 tokens and max_new_tokens=21 exceed max_len=70
     fix: max_len=71
 
 prompts: 4 rows, but the program was built for batch=3
+    fix: batch=4
 
 prompts: strings need a tokenizer, and this model has none
     fix: pass lists of token ids
@@ -95,6 +96,7 @@ input_ids: integers of shape B S are needed, not torch.float32 of shape (2, 3)
 attention_mask and input_ids have different shapes: (2, 2) and (2, 3)
 
 attention_mask[0]: zeros between ones; padding may stand on either side only
+    fix: pass attention_mask, where pad_token_id is a token like others
 
 prompts[0]: the prompt is empty
     fix: pass at least one token
@@ -301,7 +303,7 @@ load(layers=[-1]): indices from 0 on are needed, such as range(4)
 load(dtype=..., device=...): a module has its own
     fix: module.to(...) before load
 
-load(dtype=torch.int8): cannot be computed with
+load(dtype=torch.int8): a torch.dtype to compute with is needed
     known: torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 load(device="gpu"): no such device
@@ -390,4 +392,55 @@ def test_command_line_says_it_in_one_line():
 error: source "nowhere.gguf" is neither a file nor a folder nor a known name
     known: "smollm2-135m", a Hugging Face folder or the name of a cached one, a .gguf file
 """,
+    )
+
+
+def test_wrong_objects_name_the_right_one(eager):
+    model = eager.model
+    found = [
+        message(programs.build, "smollm2-135m"),
+        message(programs.plan, llama()),
+        message(programs.save, model.params, "somewhere"),
+        message(eager.generate, [[1]], max_length=9),
+        message(eager.generate, [[1]], tokenizer=None),
+        message(eager.generate, [[1]], num_beams=4).splitlines()[0],
+        message(eager.generate, [[1]], streamer=TextStreamer),
+        message(eager.generate, [[{"role": "user", "content": "hi"}]]),
+        message(eager.generate, [[1]], do_sample=True, top_k=50.0),
+        message(programs.load, llama(), ignore=["my_scale"]),
+        message(programs.load, llama().model).splitlines()[-1],
+    ]
+    assert_expected_inline(
+        "\n\n".join(found),
+        """\
+build: a programs.Model is needed, not str
+    fix: programs.load(...) makes one, of a module, a folder or a name
+
+plan: a programs.Model is needed, not LlamaForCausalLM
+    fix: programs.load(...) makes one, of a module, a folder or a name
+
+save: a programs.Model is needed, not Decoder
+    fix: dataclasses.replace(model, params=params), with the model they came from
+
+generate: max_length unknown
+    known: prompts, input_ids, attention_mask, max_new_tokens, eos_token_id, pad_token_id, stop_strings, num_return_sequences, return_logprobs, streamer, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
+    fix: max_new_tokens=..., without the prompt
+
+generate: tokenizer unknown
+    known: prompts, input_ids, attention_mask, max_new_tokens, eos_token_id, pad_token_id, stop_strings, num_return_sequences, return_logprobs, streamer, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
+    fix: leave it out, the model has its own
+
+generate: num_beams unknown
+
+generate(streamer=TextStreamer): an object is needed, not the class
+
+prompts[0][0]: a message of a chat is no token id
+    fix: model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+generate(top_k=50.0): an integer is needed, not float
+    fix: top_k=50
+
+load(ignore=...): the config has no my_scale
+
+    fix: pass the ...ForCausalLM module, with its head""",
     )

@@ -182,9 +182,11 @@ def test_messages(eager):
 generate(num_return_sequences=...): a positive integer is needed, not 0
 
 generate(num_return_sequences=4): 1 prompts make 4 rows, but the program was built for batch=3
+    fix: batch=4
 
 generate: tempreature unknown
-    known: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
+    known: prompts, input_ids, attention_mask, max_new_tokens, eos_token_id, pad_token_id, stop_strings, num_return_sequences, return_logprobs, streamer, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
+    fix: temperature=...
 
 generate(temperature=0.0): must be above 0
     fix: do_sample=False for the most likely tokens
