@@ -1,4 +1,4 @@
-"""Two models that between them have every kind of layer, compiled: equal to eager, once, and as planned."""
+"""Four models that between them have every kind of layer, compiled: equal to eager, once, and as planned."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ from meshfn import functional as F
 from meshfn import programs
 from meshfn.programs import dynamo
 
-from ..families import FAMILIES, family
+from ..families import family
 from .test_donation import largest_allocation
 
-# gemma3: rings beside a full cache, norms on every side, two rotary bases. phi3-long: fused leaves, angles by length.
+# mistral: rings alone, by Inductor, since it is what writes in place; for the others AOTAutograd's graphs are enough, and
+# cost a fifth. gemma3: rings beside a full cache, norms on every side, two rotary bases. phi3-long: fused leaves, angles by length.
 # phi: LayerNorm, a parallel residual, a plain MLP.
-RINGS = {"sliding_window": 40, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+SIZES = {
+    "mistral": {"sliding_window": 40, "num_hidden_layers": 2},
+    "gemma3": {
+        "sliding_window": 40,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
 
 
-@pytest.fixture(scope="module", params=["gemma3", "phi3-long", "phi"])
+@pytest.fixture(scope="module", params=["mistral", "gemma3", "phi3-long", "phi"])
 def pair(request):
-    """Compiled and eager. The rings by Inductor, since it is what writes in place; for the others AOTAutograd's graphs
-    are enough, and cost a fifth."""
+    """Compiled and eager."""
     torch.manual_seed(2)
-    module = family(request.param, **(RINGS if request.param == "gemma3" else {}))
+    module = family(request.param, **SIZES.get(request.param, {}))
     model = programs.load(module)
     with pytest.MonkeyPatch.context() as patch:
-        if request.param != "gemma3":
+        if request.param != "mistral":
             patch.setattr(dynamo, "inductor", torch._dynamo.lookup_backend("aot_eager"))
         both = [programs.build(model, batch=2, max_len=120, chunk=16, compile=compile) for compile in (True, False)]
     for program in both:
@@ -65,16 +72,16 @@ def test_an_inactive_row_changes_no_byte(pair):
 
 def test_a_step_writes_one_slot_of_a_ring_in_place(pair):
     name, _, compiled, _ = pair
-    if name != "gemma3":
+    if name != "mistral":
         return
     state = compiled.prefill([[5] * 95, [6] * 7])
     before = [t.view(torch.int32).clone() for c in compiled.cache for t in (c.k, c.v)]
     whole = min(t.nbytes for t in before)
-    assert whole == 2 * 41 * 2 * 10 * 4
+    assert whole == 2 * 41 * 2 * 12 * 4
     assert largest_allocation(lambda: compiled.decode(state)) < whole / 2
     for old, new in zip(before, (t for c in compiled.cache for t in (c.k, c.v)), strict=True):
         changed = (old != new.view(torch.int32)).flatten(2).any(-1)
-        assert [row.nonzero()[:, 0].tolist() for row in changed] == [[95 % 40 if new.shape[1] == 41 else 95], [7]]
+        assert [row.nonzero()[:, 0].tolist() for row in changed] == [[95 % 40], [7]]
 
 
 def test_training_step_is_seen_by_the_compiled_program(pair):
@@ -137,8 +144,9 @@ bound: 1089.00 steps a second for each GB/s of memory bandwidth, cache full; 421
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_byte_of_every_family_is_in_its_plan(name):
+# One of each kind of part: tracing a family costs three seconds.
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "gemma2", "olmo2", "phi3-long", "phi", "nemotron", "cohere"])
+def test_every_byte_of_every_part_is_in_its_plan(name):
     """Traced without weights and without the device: a step reads each parameter once, and of an embedding B rows."""
     model = programs.load(family(name), abstract=True)
     plan = programs.plan(model, batch=2, max_len=100, device="cuda", arch="sm_90")
