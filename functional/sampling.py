@@ -95,7 +95,9 @@ def sample(
     controls: Controls,
     eos_token_id: Tensor,
     *,
+    u: Tensor | None = None,
     draws: bool = True,
+    penalizes: bool = True,
     nucleus: bool = True,
     most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,21 +107,25 @@ def sample(
     in prompt and generated tokens, eos_token_id `N`
     -> token `B`, logprob `B`, positions `B`, counts `B Z` with the token added where positions were not -1.
     logprob is the model's own, of the logits before any option, in fp32 at least. Rows end as in `sample_advance`.
-    draws: False says that no row has do_sample, and saves what drawing costs. nucleus, most: see `warp`.
+    u: `B`, what a row draws by, `uniform` of its seed and position unless given.
+    draws, penalizes: False says that no row has do_sample, a penalty, and saves what these cost; without penalties
+    counts stay as they are. nucleus, most: see `warp`.
     """
     check_shapes("sample", logits=(logits, "B Z"), positions=(positions, "B"), **_rows(controls, "do_sample", "seed"))
-    scores = penalize(logits, counts, controls)
+    scores = penalize(logits, counts, controls) if penalizes else _wide(logits)
     token, _ = _lowest_of_the_largest(scores)
     if draws:
         warped = warp(scores, controls, nucleus=nucleus, most=most)
-        token = torch.where(controls.do_sample, draw(warped, uniform(controls.seed, positions)), token)
+        u = uniform(controls.seed, positions) if u is None else u
+        token = torch.where(controls.do_sample, draw(warped, u), token)
     wide = _wide(logits)
     total = wide.logsumexp(-1)
     # Finite for every distribution, whatever the options made of it.
     token = torch.where(total.isfinite(), token, 0)
     logprob = torch.where(total.isfinite(), wide.gather(-1, token[:, None])[:, 0] - total, torch.nan)
-    active = (positions >= 0).to(counts.dtype)
-    counts = counts.scatter_add(-1, token[:, None], active[:, None])
+    if penalizes:
+        active = (positions >= 0).to(counts.dtype)
+        counts = counts.scatter_add(-1, token[:, None], active[:, None])
     return token, logprob, _advance(token, logprob, positions, eos_token_id), counts
 
 
@@ -144,26 +150,25 @@ def warp(scores: Tensor, controls: Controls, *, nucleus: bool = True, most: int 
     tokens whose probabilities add up to 1 - top_p at most, but never the last, and among equals the lowest first
     (transformers leaves that to its sort); min_p drops what is less likely than min_p times the most likely. Each sees
     the one before it left.
-    nucleus: False says that every top_p is 1; then nothing is sorted, and most says that no top_k is above it, or as 0
+    nucleus: False says that every top_p is 1; then nothing is sorted. most: says that no top_k is above it, or as 0
     that none drops anything.
     """
     check_shapes("warp", scores=(scores, "B Z"), **_rows(controls, *_WARPERS))
     vocab_size = scores.shape[-1]
     scores = scores / controls.temperature[:, None]
-    if nucleus:
-        # One sort does for top_k and top_p: what top_k drops stands first, dropped before the sort or after it.
-        ascending, order = scores.sort(stable=True, dim=-1)
-        least = ascending.gather(-1, vocab_size - controls.top_k.clamp(1, vocab_size)[:, None])
-        below = ascending.masked_fill(ascending < least, -torch.inf).softmax(-1).cumsum(-1)
-        drop = below <= (1 - controls.top_p.double()).to(scores.dtype)[:, None]
-        # Without this a top_p of 1 would drop tokens whose probability rounds to 0.
-        drop = drop & (controls.top_p < 1)[:, None] & (torch.arange(vocab_size, device=scores.device) < vocab_size - 1)
-        drop = (scores < least) | drop.scatter(-1, order, drop)
-        scores = scores.masked_fill(drop, -torch.inf)
-    elif most != 0:
+    if most != 0:
         best = scores.topk(vocab_size if most is None else most).values
         least = best.gather(-1, controls.top_k.clamp(1, best.shape[-1])[:, None] - 1)
         scores = scores.masked_fill(scores < least, -torch.inf)
+    if nucleus:
+        # After top_k, as in transformers: what it dropped is equal, which sorts fast.
+        ascending, order = scores.sort(stable=True, dim=-1)
+        below = ascending.softmax(-1).cumsum(-1)
+        drop = below <= (1 - controls.top_p.double()).to(scores.dtype)[:, None]
+        # Without this a top_p of 1 would drop tokens whose probability rounds to 0.
+        drop = drop & (controls.top_p < 1)[:, None]
+        drop = drop & (torch.arange(vocab_size, device=scores.device) < vocab_size - 1)
+        scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
     probs = scores.softmax(-1)
     return scores.masked_fill(probs < controls.min_p[:, None] * probs.amax(-1, keepdim=True), -torch.inf)
 

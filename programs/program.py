@@ -299,7 +299,7 @@ class Program:
                 "    fix: do_sample=True"
             )
         sizes: Any = {"batch": self.sizes.batch, "vocab_size": self.model.config.vocab_size, "device": self.device}
-        choose = Chooser(read.rows, **sizes, **options)
+        choose = Chooser(read.rows, **sizes, max_new_tokens=max_new_tokens, **options)
         with self._alone():
             begin = now(self.device)
             eos = self._eos(ends)

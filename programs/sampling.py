@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..functional import tree
-from ..functional.sampling import Controls, fold_seed, sample
+from ..functional.sampling import Controls, fold_seed, sample, uniform
 from .steps import State
 
 __all__ = [
@@ -138,7 +138,7 @@ class Chooser:
     a step ends with stay, and nothing is computed.
 
     rows: the prompts. options: those of `read_controls`. seeds: of the rows, None where none is drawn.
-    Not compiled: that takes 20 s, and makes 31 ms of a step's 43 (4 rows, 49,152 tokens, sorted; without a sort fewer).
+    Not compiled: that takes 20 s, and saves a fifth at most, see examples/benchmarks/sampling.py.
     """
 
     def __init__(
@@ -147,6 +147,7 @@ class Chooser:
         *,
         batch: int,
         vocab_size: int,
+        max_new_tokens: int,
         device: torch.device,
         **options: Unpack[SamplingOptions],
     ) -> None:
@@ -155,7 +156,8 @@ class Chooser:
         drawn = [k for k, draws in zip(found["top_k"], found["do_sample"], strict=True) if draws]
         self.seeds = seeds if drawn else None
         off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-        self._needed = bool(drawn) or any(value != silent for name, silent in off.items() for value in found[name])
+        penalizes = any(value != silent for name, silent in off.items() for value in found[name])
+        self._needed = bool(drawn) or penalizes
         if not self._needed:
             return
         if device.type == "mps":
@@ -163,8 +165,17 @@ class Chooser:
         # What the options leave out, known here and so spared on the device.
         limited = any(k < vocab_size for k in drawn)
         nucleus = any(p < 1 for p in found["top_p"])
-        self._shortcuts: Any = {"draws": bool(drawn), "nucleus": nucleus, "most": max(drawn) if limited else 0}
+        self._shortcuts: Any = {
+            "draws": bool(drawn),
+            "penalizes": penalizes,
+            "nucleus": nucleus,
+            "most": max(drawn) if limited else 0,
+        }
         self._controls, self._counts = controls, prompt_counts(rows, batch, vocab_size, "cpu")
+        # What every row draws by, at every position to come: at once, since it is a hundred small operations.
+        lengths = torch.tensor([*map(len, rows), *[0] * (batch - len(rows))], device="cpu")
+        positions = lengths[:, None] + torch.arange(max_new_tokens, device="cpu")
+        self._uniform, self._taken = uniform(controls.seed[:, None], positions), 0
 
     def __call__(self, state: State, fed: Tensor, eos_token_id: Tensor) -> State:
         """The state of a prefill or a decode step with its token chosen anew. fed: `B`, the position of the token that
@@ -173,9 +184,10 @@ class Chooser:
             return state
         after = torch.where(fed >= 0, fed + 1, -1)
         self._controls = tree.map(lambda t: t.to(fed.device), self._controls)  # once; later it is there
-        counts = self._counts.to(fed.device)
+        self._uniform, counts = self._uniform.to(fed.device), self._counts.to(fed.device)
+        u, self._taken = self._uniform[:, self._taken], self._taken + 1
         token, logprob, position, self._counts = sample(
-            state.logits, after, counts, self._controls, eos_token_id, **self._shortcuts
+            state.logits, after, counts, self._controls, eos_token_id, u=u, **self._shortcuts
         )
         return dataclasses.replace(state, token=token, logprob=logprob, position=position)
 

@@ -71,6 +71,8 @@ def _config(model: Model, model_type: str) -> dict[str, Any]:
     fields: Mapping[str, Any] = model.hf_config
     if "transformers_version" not in fields:  # as a GGUF file has them: some, under old names
         fields = normalized(fields, model_type)
+    # What is written is plain, however the file was packed that it came from.
+    fields = {name: value for name, value in fields.items() if name != "quantization_config"}
     stops = list(model.eos_token_id)
     return {
         **fields,

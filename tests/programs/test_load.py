@@ -139,6 +139,14 @@ def test_saved_half_and_trained(folder, tmp_path):
     assert same(programs.load(tmp_path / "half").params, trained.params)
 
 
+def test_a_module_that_was_packed_in_its_file_is_plain_now(tmp_path):
+    module = family("llama")
+    module.config.quantization_config = {"quant_method": "gguf", "dequantize": True}
+    programs.save(programs.load(module), tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, module.lm_head.weight)
+
+
 def test_saving_over_its_own_source(folder):
     model = programs.load(folder)
     before = F.tree.map(torch.clone, model.params)

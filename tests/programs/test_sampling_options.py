@@ -104,7 +104,7 @@ def test_a_row_is_drawn_again_alone_from_its_seed():
 def test_what_asks_for_nothing_computes_nothing():
     no = [{}, {"top_k": 50, "temperature": 1.0}, {"repetition_penalty": None, "presence_penalty": 0}]
     yes = [{"do_sample": True}, {"repetition_penalty": 1.1}, {"presence_penalty": -1}, {"frequency_penalty": 0.1}]
-    sizes = {"batch": 2, "vocab_size": 97, "device": torch.device("cpu")}
+    sizes = {"batch": 2, "vocab_size": 97, "max_new_tokens": 3, "device": torch.device("cpu")}
     state = State.empty(2, 97, torch.float32, "cpu")
     for given in no + yes:
         chosen = Chooser([[1]], **sizes, **given)(state, torch.tensor([0, -1]), torch.tensor([-1]))
