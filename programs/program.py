@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Unpack
 
 import torch
@@ -171,7 +172,18 @@ class Program:
         finally:
             self._busy.release()
 
-    def _prompts(self, prompts: Any, attention_mask: Tensor | None, max_new_tokens: int, pad: int = 0) -> Prompts:
+    def _prompts(
+        self,
+        prompts: Any,
+        attention_mask: Tensor | None,
+        max_new_tokens: int = 0,
+        pad_token_id: int | None = None,
+        eos_token_id: Any = None,
+    ) -> Prompts:
+        """Rows of tokens. Of padded ids without a mask the padding is dropped, unless its token ends rows too and so
+        may be meant, as in transformers."""
+        ends = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
+        padding = self.model.pad_token_id if pad_token_id is None else pad_token_id
         return read_prompts(
             prompts,
             attention_mask=attention_mask,
@@ -180,15 +192,9 @@ class Program:
             batch=self.sizes.batch,
             max_len=self.sizes.max_len,
             max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            padding=self._padding,
+            pad_token_id=next((p for p in (padding, *ends) if p is not None), 0),
+            padding=None if padding in ends else padding,
         )
-
-    @property
-    def _padding(self) -> int | None:
-        """The model's padding token, unless it ends rows too and so may be meant."""
-        pad = self.model.pad_token_id
-        return None if pad in self.model.eos_token_id else pad
 
     def _chunks(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
         """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
@@ -219,7 +225,7 @@ class Program:
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """Read prompts into the cache, from its first slot on -> the state after them, with the first new token."""
-        read = self._prompts(prompts, attention_mask, 0)
+        read = self._prompts(prompts, attention_mask)
         stop = end_tokens(eos_token_id)
         with self._alone():
             state = self._run_prefill(self._inputs(), self._start(), read.rows, self._eos(stop))
@@ -284,12 +290,17 @@ class Program:
             raise ValueError("generate: pass prompts, or input_ids")
         check_positive("generate", max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
         check_options(options, _ARGUMENTS)
-        if isinstance(streamer, type):
-            raise TypeError(f"generate(streamer={streamer.__name__}): an object is needed, not the class")
+        if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
+            kind = "a class" if isinstance(streamer, type) else type(streamer).__name__
+            raise TypeError(f"generate(streamer=...): an object with put and end is needed, not {kind}")
+        vocab = self.model.config.vocab_size
+        if pad_token_id is not None and (not isinstance(pad_token_id, Integral) or not 0 <= pad_token_id < vocab):
+            raise ValueError(f"generate(pad_token_id={pad_token_id!r}): a token id below {vocab} is needed")
         ends = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
         texts = StopStrings(stop_strings, self.model.tokenizer)
         pad = next((p for p in (pad_token_id, self.model.pad_token_id, *ends) if p is not None), 0)
-        read = self._prompts(input_ids if prompts is None else prompts, attention_mask, max_new_tokens, pad)
+        given = input_ids if prompts is None else prompts
+        read = self._prompts(given, attention_mask, max_new_tokens, pad_token_id, ends)
         read = repeated(read, num_return_sequences, self.sizes.batch)
         if streamer is not None and len(read.rows) > 1:
             raise ValueError(f"generate(streamer=...): one row at a time, not {len(read.rows)}")
@@ -298,7 +309,7 @@ class Program:
                 f"generate(num_return_sequences={num_return_sequences}): the most likely tokens are always the same\n"
                 "    fix: do_sample=True"
             )
-        sizes: Any = {"batch": self.sizes.batch, "vocab_size": self.model.config.vocab_size, "device": self.device}
+        sizes: Any = {"batch": self.sizes.batch, "vocab_size": vocab, "device": self.device}
         choose = Chooser(read.rows, **sizes, max_new_tokens=max_new_tokens, **options)
         with self._alone():
             begin = now(self.device)
@@ -356,7 +367,7 @@ class Program:
 
         Its graph is compiled at the first call.
         """
-        read = self._prompts(prompts, attention_mask, 0)
+        read = self._prompts(prompts, attention_mask)
         with self._alone():
             self._session += 1
             inputs = self._inputs()

@@ -190,6 +190,8 @@ def end_tokens(value: Any) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_integer, values)):
         raise TypeError(f"eos_token_id: an integer or a list of them is needed, not {value!r}")
     found = tuple(dict.fromkeys(int(v) for v in values))
+    if not all(-(2**63) <= v < 2**63 for v in found):
+        raise ValueError(f"eos_token_id: {value!r} is no token id")
     if len(found) > EOS_LIMIT:
         raise ValueError(f"eos_token_id: {len(found)} tokens, at most {EOS_LIMIT}")
     return found

@@ -260,18 +260,20 @@ def _number(
     told = f"generate({name}={value!r})"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{told}: a number is needed, not {type(value).__name__}\n    fix: {name}={off}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     fault = None
     if not math.isfinite(number):
         fault = "must be finite"
     elif above is not None and number <= above:
         fault = f"must be above {above:g}"
-    elif least is not None and most is not None and not least <= number <= most:
-        fault = f"must be between {least:g} and {most:g}"
-    else:
-        single = float(torch.tensor(number, dtype=torch.float32, device="cpu"))
-        if not math.isfinite(single) or (above is not None and single <= above):
-            fault = f"is {single:g} in fp32"
+    elif least is not None and most is not None:
+        if not least <= number <= most:
+            fault = f"must be between {least:g} and {most:g}"
+    elif number and not 1e-30 <= abs(number) <= 1e30:
+        fault = "is so extreme that scores in fp32 would overflow; 1e-30 to 1e30 is enough"
     if fault is not None:
         raise ValueError(f"{told}: {fault}\n    fix: {fix or f'{name}={off}, or None, to switch it off'}")
     return number
@@ -281,7 +283,7 @@ def _top_k(value: Any) -> int:
     if value is None:
         return 0
     fix = "    fix: top_k=0, or None, to switch it off"
-    if isinstance(value, float) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         fix = f"    fix: top_k={int(value)}"
     if not _is_integer(value):
         raise TypeError(f"generate(top_k={value!r}): an integer is needed, not {type(value).__name__}\n{fix}")

@@ -359,6 +359,13 @@ def test_padding_without_a_mask_is_seen_as_transformers_sees_it():
         program.generate(torch.tensor([[3, 7, 4]]), max_new_tokens=2)
     mask = torch.ones(1, 3, dtype=torch.int64)
     program.generate(torch.tensor([[3, 7, 4]]), attention_mask=mask, max_new_tokens=2)
+    # The call's own tokens decide, not the model's.
+    for ends, pads, seen in ((7, None, False), (None, 9, False), (96, None, True), (96, 7, True)):
+        given = {} if pads is None else {"pad_token_id": pads}
+        theirs = module.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=ends, **given)
+        mine = program.generate(ids, max_new_tokens=4, eos_token_id=() if ends is None else ends, **given)
+        assert torch.equal(mine.sequences[:1], theirs[:1, : mine.sequences.shape[1]])
+        assert (mine.attention_mask[0, 0] == 0) == seen
     module.generation_config.eos_token_id = 7
     meant = programs.build(ours(module), batch=2, max_len=20, compile=False)
     assert meant.generate(ids, max_new_tokens=1).attention_mask[0].tolist() == [1] * 5

@@ -43,7 +43,7 @@ def test_prompts(eager):
         message(generate),
         message(generate, [[1]], max_new_tokens=0),
         message(generate, [[1]], eos_token_id=range(9)),
-        message(generate, [[1], [2]], streamer=object()),
+        message(generate, [[1], [2]], streamer=TextStreamer(None)),
         message(generate, input_ids=ids.float()),
         message(generate, input_ids=ids, attention_mask=ids[:, :2]),
         message(generate, input_ids=ids, attention_mask=torch.tensor([[1, 0, 1], [1, 1, 1]])),
@@ -432,7 +432,7 @@ generate: tokenizer unknown
 
 generate: num_beams unknown
 
-generate(streamer=TextStreamer): an object is needed, not the class
+generate(streamer=...): an object with put and end is needed, not a class
 
 prompts[0][0]: a message of a chat is no token id
     fix: model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)

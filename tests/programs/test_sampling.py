@@ -139,6 +139,15 @@ def test_stop_strings_end_a_row_with_the_token_that_completes_one(tiny):
     assert early.timings.steps <= 16, "it was noticed at the check after it"
 
 
+def test_a_stream_ends_with_a_row_of_nan(eager):
+    broken = F.tree.map(lambda t: torch.full_like(t, torch.nan), eager.model.params)
+    program = programs.build(dataclasses.replace(eager.model, params=broken), max_len=20, chunk=8, compile=False)
+    seen = []
+    stream = type("Stream", (), {"put": lambda _, value: seen.extend(value.flatten().tolist()), "end": lambda _: None})
+    found = program.generate([[5]], max_new_tokens=9, streamer=stream())
+    assert (found.tokens, found.finish_reason, seen) == ([[0]], ["nan"], [5, 0])
+
+
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 1}, {"repetition_penalty": 1.2}])
 def test_a_row_of_nan_ends_with_a_defined_token_and_disturbs_no_other(tiny, options):
     program, others = tiny.program, [ROWS[0], ROWS[2]]
@@ -172,6 +181,13 @@ def test_messages(eager):
         {"top_k": 5},
         {"seed": [1, 2]},
         {"stop_strings": "x"},
+        {"do_sample": True, "top_k": float("inf")},
+        {"do_sample": True, "temperature": 1e-39},
+        {"frequency_penalty": -3e38},
+        {"pad_token_id": "x"},
+        {"pad_token_id": 97},
+        {"eos_token_id": 2**70},
+        {"streamer": 5},
     ):
         with pytest.raises((ValueError, TypeError)) as error:
             eager.generate([[1, 2]], max_new_tokens=3, **given)
@@ -201,5 +217,22 @@ generate(seed=[...]): 2 seeds for 1 rows
     fix: one a row, or a single integer for all
 
 generate(stop_strings=...): text needs a tokenizer, and this model has none
-    fix: eos_token_id=[...] for single tokens""",
+    fix: eos_token_id=[...] for single tokens
+
+generate(top_k=inf): an integer is needed, not float
+    fix: top_k=0, or None, to switch it off
+
+generate(temperature=1e-39): is so extreme that scores in fp32 would overflow; 1e-30 to 1e30 is enough
+    fix: do_sample=False for the most likely tokens
+
+generate(frequency_penalty=-3e+38): is so extreme that scores in fp32 would overflow; 1e-30 to 1e30 is enough
+    fix: frequency_penalty=0.0, or None, to switch it off
+
+generate(pad_token_id='x'): a token id below 97 is needed
+
+generate(pad_token_id=97): a token id below 97 is needed
+
+eos_token_id: 1180591620717411303424 is no token id
+
+generate(streamer=...): an object with put and end is needed, not int""",
     )

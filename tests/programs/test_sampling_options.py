@@ -144,6 +144,7 @@ def test_messages_of_options():
         refused(top_k=-1),
         refused(top_k=2.5),
         refused(top_k=True),
+        refused(temperature=10**400).partition("=")[0],
         refused(seed=3),
         refused(seed=-1),
         refused(seed=[1, 2**63]),
@@ -178,7 +179,7 @@ TypeError: generate(temperature=True): a number is needed, not bool
 TypeError: generate(temperature=tensor(1.)): a number is needed, not Tensor
     fix: temperature=1.0
 
-ValueError: generate(temperature=1e-50): is 0 in fp32
+ValueError: generate(temperature=1e-50): is so extreme that scores in fp32 would overflow; 1e-30 to 1e30 is enough
     fix: leave it out, do_sample=False needs none
 
 ValueError: generate(top_p=1.5): must be between 0 and 1
@@ -199,7 +200,7 @@ TypeError: generate(repetition_penalty=[1.1]): a number is needed, not list
 ValueError: generate(presence_penalty=inf): must be finite
     fix: presence_penalty=0.0, or None, to switch it off
 
-ValueError: generate(frequency_penalty=1e+39): is inf in fp32
+ValueError: generate(frequency_penalty=1e+39): is so extreme that scores in fp32 would overflow; 1e-30 to 1e30 is enough
     fix: frequency_penalty=0.0, or None, to switch it off
 
 ValueError: generate(top_k=-1): must not be negative
@@ -210,6 +211,8 @@ TypeError: generate(top_k=2.5): an integer is needed, not float
 
 TypeError: generate(top_k=True): an integer is needed, not bool
     fix: top_k=0, or None, to switch it off
+
+ValueError: generate(temperature
 
 ValueError: generate(seed=3): no token is drawn
     fix: do_sample=True, or leave it out
