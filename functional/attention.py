@@ -160,13 +160,13 @@ def attention(
     mask: boolean, `S T` or `B|1 H|1 S T`. segment_ids: `B S`, the packed document of each token; not with a cache.
     cache: keys and values of the tokens before; the new ones are written at `positions`. read: see `cache_update`.
     wire: carries the edges `attention.edges` between the stages. core: see `dot_product_attention`.
-    Raises `ShapeError` naming the argument, `TreeError` where params and config ask for different parts.
+    Raises `ShapeError` and `TypeError` naming the argument, `TreeError` where params and config ask for different
+    parts, `ValueError` for segment_ids with a cache, and where dropout is differentiated.
     """
     check_presence("attention", params, cfg)
     refuse_dropout("attention", "attention_dropout", cfg.attention_dropout, x, params)
-    widths = {
-        letter: n for letter, n in cfg.sizes.items() if letter in "DEVA"
-    }  # H and K are the rank's own, as its weights have them
+    # H, K and G are the rank's own, as its weights have them.
+    widths = {letter: n for letter, n in cfg.sizes.items() if letter not in "HKG"}
     sizes = check_shapes(
         "attention",
         widths,

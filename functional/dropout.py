@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from . import tree
 
-__all__ = ["refuse_dropout"]
+__all__ = ["check_rate", "refuse_dropout"]
 
 
 def refuse_dropout(function: str, name: str, rate: float, *values: Any) -> None:

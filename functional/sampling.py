@@ -149,7 +149,7 @@ def warp(scores: Tensor, controls: Controls, *, nucleus: bool = True, most: int 
     The order and the edges are transformers': all that equal the k-th largest stay; top_p drops the least likely
     tokens whose probabilities add up to 1 - top_p at most, but never the last, and among equals the lowest first
     (transformers leaves that to its sort); min_p drops what is less likely than min_p times the most likely. Each sees
-    the one before it left.
+    what the one before it left.
     nucleus: False says that every top_p is 1; then nothing is sorted. most: says that no top_k is above it, or as 0
     that none drops anything.
     """
@@ -196,7 +196,8 @@ def draw(scores: Tensor, u: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
-    """seed `B`, counter `B`, int64 -> `B` in [0, 1), fp64, multiples of 2^-53: Philox4x32-10 of key and counter."""
+    """seed and counter, int64, of shapes that go together -> as many numbers in [0, 1), fp64, multiples of 2^-53:
+    Philox4x32-10 with the seed as its key."""
     zero = torch.zeros_like(counter)
     a, b, _, _ = _philox((counter & _MASK, counter >> 32 & _MASK, zero, zero), (seed & _MASK, seed >> 32 & _MASK))
     return ((a >> 5) * 2**26 + (b >> 6)).double() * 2.0**-53

@@ -114,7 +114,7 @@ def _plan(arguments: argparse.Namespace, progress: _Progress) -> int:
 def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
     from . import build, load
     from .prompts import read_prompts
-    from .sampling import read_controls
+    from .sampling import StopStrings, read_controls
 
     if not arguments.prompt:
         raise ValueError("--prompt: the prompt is empty")
@@ -123,7 +123,9 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
         options.setdefault("seed", secrets.randbits(31))
     # Checked here too, before a build that may take half a minute.
     read_controls(rows=1, batch=1, vocab_size=2**31, device="cpu", do_sample=arguments.do_sample, **options)
-    model = load(arguments.model, like=arguments.like, progress=progress)
+    place = {"dtype": _dtype(arguments.dtype), "device": arguments.device}
+    model = load(arguments.model, like=arguments.like, **place, progress=progress)
+    StopStrings(arguments.stop_strings, model.tokenizer)
     prompt: Any = arguments.prompt
     if arguments.chat:
         if model.tokenizer is None or not model.tokenizer.chat_template:
@@ -145,8 +147,6 @@ def _generate(arguments: argparse.Namespace, progress: _Progress) -> int:
         model,
         max_len=arguments.max_len,
         chunk=arguments.chunk,
-        dtype=_dtype(arguments.dtype),
-        device=arguments.device,
         compile=not arguments.no_compile,
     )
     progress.clear()

@@ -99,7 +99,7 @@ def run_decode(
         streamer.put(state.token[: len(rows)].cpu())
     steps, stopped, seen = 0, set[int](), 0
     while steps < max_new_tokens - 1:
-        if (ends or texts or streamer) and steps % every == 0:
+        if (ends or texts or streamer is not None) and steps % every == 0:
             live = state.position[: len(rows)] >= 0
             if texts:
                 new = torch.stack(tokens, 1).tolist()

@@ -176,8 +176,8 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
     fields = hf.to_dict()
     family = _family(hf.model_type, wish.like)
     # How a file was packed says nothing of a module whose parameters are plain numbers, as is seen below.
-    ignore = (*wish.ignore, "quantization_config")
-    cfg = family.read_config(fields, class_defaults(family.model_type), ignore)
+    fields.pop("quantization_config", None)
+    cfg = family.read_config(fields, class_defaults(family.model_type), wish.ignore)
     found = dict(module.named_parameters(remove_duplicate=False))
     _check_formats(type(module).__name__, {name: t.dtype for name, t in found.items()})
     for name, other in family.tied.items():
@@ -235,7 +235,7 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
     # Buffers that older versions of transformers wrote beside the weights.
     shapes = {n: s for n, s in file.shapes.items() if not n.endswith("rotary_emb.inv_freq")}
     if wish.abstract and not shapes:
-        shapes = _expected_shapes(family, cfg)
+        shapes = {name: shape for name, (_, shape) in _expected(family, cfg).items()}
     dtypes = file.dtypes
     _check_formats(folder.name, {n: d for n, d in dtypes.items() if n in shapes})
 
@@ -298,14 +298,15 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _expected_shapes(family: Family, cfg: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """checkpoint name -> shape, as the config has them."""
+def _expected(family: Family, cfg: DecoderConfig) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """checkpoint name -> the paths of its leaves and its shape, as the config has them."""
     wanted = tree.paths(Decoder.abstract(cfg))
     found = {}
     for name, paths in family.paths(len(cfg.layers)).items():
-        if all(path in wanted for path in paths):
+        paths = tuple(path for path in paths if path in wanted)
+        if paths:
             rows = sum(wanted[path].shape[0] for path in paths)
-            found[name] = (rows, *wanted[paths[0]].shape[1:])
+            found[name] = paths, (rows, *wanted[paths[0]].shape[1:])
     return found
 
 
@@ -323,43 +324,41 @@ def _assemble(
     beyond = [i for i in kept if i >= count]
     if beyond:
         raise ValueError(f"load(layers=...): {beyond} are asked for, and the model has {count}")
-    expected = Decoder.abstract(cfg)
-    wanted, specs = tree.paths(expected), tree.paths(expected.specs())
-    faults, leaves = [], {}
-    used = set(family.tied)
-    for name, paths in family.paths(count).items():
-        paths = tuple(path for path in paths if path in wanted)
-        if not paths:
-            continue
-        used.add(name)
-        text = " ".join(paths)
-        shape = (sum(wanted[path].shape[0] for path in paths), *wanted[paths[0]].shape[1:])
-        letters = " and ".join(f'"{specs[path]}"' for path in paths)
+    specs, expected = tree.paths(Decoder.abstract(cfg).specs()), _expected(family, cfg)
+    faults = []
+    for name, (paths, shape) in expected.items():
+        text, letters = " ".join(paths), " and ".join(f'"{specs[path]}"' for path in paths)
         if name not in shapes:
             faults.append(f"{text} ({name}): missing, {letters} = {shape}")
         elif shapes[name] != shape:
             faults.append(f"{text} ({name}): {letters} = {shape}, but the tensor has {shapes[name]}")
-        leaves[name] = paths
+    used = {*family.tied, *expected}
     faults += [f"{name}: not expected, it has {shapes[name]}" for name in shapes if name not in used]
     if faults:
         # The same names without their first part: a base model.
-        bare = {name.removeprefix("model.") for name in leaves} & set(shapes)
+        bare = {name.removeprefix("model.") for name in expected} & set(shapes)
         fix = "\n    fix: pass the ...ForCausalLM module, with its head" if len(bare) > len(shapes) // 2 else ""
         raise TreeError(
             f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(faults) + fix
         )
     cfg = replace(cfg, layers=tuple(cfg.layers[i] for i in kept))
     place = {f".layers[{i}].": f".layers[{j}]." for j, i in enumerate(kept)}
-    expected = Decoder.abstract(cfg)
+    params = Decoder.abstract(cfg)
+    rows = {path: leaf.shape[0] for path, leaf in tree.paths(params).items()}
+    here = {name: renamed for name, (paths, _) in expected.items() if (renamed := _renamed(paths, place))}
     new: dict[str, Tensor] = {}
-    begins = {name: p[0].partition("]")[0] + "]." if p[0].startswith(".layers[") else "" for name, p in leaves.items()}
-    wanted_names = [name for name, begin in begins.items() if not begin or begin in place]
-    for done, name in enumerate(wanted_names, 1):
-        wish.progress("loading weights", done, len(wanted_names))
-        paths, begin = leaves[name], begins[name]
-        renamed = [place[begin] + path.removeprefix(begin) for path in paths] if begin else list(paths)
-        new |= dict(zip(renamed, _cut(read(name), [wanted[path].shape[0] for path in paths]), strict=True))
-    return cfg, tree.replace(expected, new)
+    for done, (name, paths) in enumerate(here.items(), 1):
+        wish.progress("loading weights", done, len(here))
+        new |= dict(zip(paths, _cut(read(name), [rows[path] for path in paths]), strict=True))
+    return cfg, tree.replace(params, new)
+
+
+def _renamed(paths: tuple[str, ...], place: Mapping[str, str]) -> tuple[str, ...]:
+    """The paths of leaves of one layer in the place that it has now, none where it is left out."""
+    if not paths[0].startswith(".layers["):
+        return paths
+    begin = paths[0].partition("]")[0] + "]."
+    return tuple(place[begin] + path.removeprefix(begin) for path in paths) if begin in place else ()
 
 
 def _cut(base: Tensor, rows: Sequence[int]) -> list[Tensor]:

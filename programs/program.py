@@ -178,11 +178,10 @@ class Program:
         attention_mask: Tensor | None,
         max_new_tokens: int = 0,
         pad_token_id: int | None = None,
-        eos_token_id: Any = None,
+        ends: Sequence[int] | None = None,
     ) -> Prompts:
         """Rows of tokens. Of padded ids without a mask the padding is dropped, unless its token ends rows too and so
         may be meant, as in transformers."""
-        ends = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
         padding = self.model.pad_token_id if pad_token_id is None else pad_token_id
         return read_prompts(
             prompts,
@@ -192,9 +191,13 @@ class Program:
             batch=self.sizes.batch,
             max_len=self.sizes.max_len,
             max_new_tokens=max_new_tokens,
-            pad_token_id=next((p for p in (padding, *ends) if p is not None), 0),
-            padding=None if padding in ends else padding,
+            pad_token_id=self._filler(pad_token_id, ends),
+            padding=None if padding in (self.model.eos_token_id if ends is None else ends) else padding,
         )
+
+    def _filler(self, pad_token_id: int | None, ends: Sequence[int] | None) -> int:
+        """The token that fills a rectangle: the call's, the model's, or one that ends rows."""
+        return next((p for p in (pad_token_id, self.model.pad_token_id, *(ends or ())) if p is not None), 0)
 
     def _chunks(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
         """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
@@ -298,7 +301,6 @@ class Program:
             raise ValueError(f"generate(pad_token_id={pad_token_id!r}): a token id below {vocab} is needed")
         ends = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
         texts = StopStrings(stop_strings, self.model.tokenizer)
-        pad = next((p for p in (pad_token_id, self.model.pad_token_id, *ends) if p is not None), 0)
         given = input_ids if prompts is None else prompts
         read = self._prompts(given, attention_mask, max_new_tokens, pad_token_id, ends)
         read = repeated(read, num_return_sequences, self.sizes.batch)
@@ -339,7 +341,7 @@ class Program:
             logprobs,
             texts=texts,
             eos_token_id=ends,
-            pad_token_id=pad,
+            pad_token_id=self._filler(pad_token_id, ends),
             return_logprobs=return_logprobs,
             seeds=choose.seeds,
             tokenizer=self.model.tokenizer,

@@ -18,6 +18,7 @@ from ..functional.sampling import Controls, fold_seed, sample, uniform
 from .steps import State
 
 __all__ = [
+    "Chooser",
     "SamplingOptions",
     "StopStrings",
     "check_options",
@@ -254,7 +255,7 @@ def _number(
     most: float | None = None,
     fix: str | None = None,
 ) -> float:
-    """A finite number in its range, also as the fp32 that it becomes."""
+    """A finite number in its range, and not so large or small that fp32 would lose the scores."""
     if value is None:
         return off
     told = f"generate({name}={value!r})"

@@ -3,8 +3,8 @@
 Plain functions of pytrees. A cache that goes in is written in place before they return: the only place where that
 happens, so that the functions below stay pure and a program still owns one buffer a layer.
 
-Each takes `read`, one tensor for each different window of the layers (see `windows`): `0 .. n-1`, the
-slots that hold all that its queries may see.
+Each takes `read`, one tensor for each different window of the layers (see `windows`): `0 .. n-1`, the slots that hold
+all that its queries may see.
 
 Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slots, N end-of-sequence tokens.
 """
@@ -47,7 +47,7 @@ def packed(params: F.Decoder, caches: Sequence[F.KVCache]) -> tuple[F.Decoder, t
 class State(Tree):
     """Where each row stands: the token that comes next, and its position, -1 once the row has ended.
 
-    session: which prefill the cache must still hold for it; 0 within a step."""
+    session: which prefill, with rings which step, the cache must still hold for it; 0 within a step."""
 
     token: Tensor = dim("B")
     logprob: Tensor = dim("B")

@@ -76,7 +76,7 @@ class Family:
             raise ValueError(
                 f"config of family {self.model_type}: a field is missing or malformed ({type(error).__name__}: {error})"
             ) from error
-        stray = [name for name in ignore if name not in fields and name != "quantization_config"]
+        stray = [name for name in ignore if name not in fields]
         if stray:
             raise ValueError(f"load(ignore=...): the config has no {', '.join(stray)}")
         unknown = seen.unexplained(defaults, self.inert, ignore)

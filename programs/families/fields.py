@@ -30,6 +30,10 @@ _SILENT = frozenset(
 )  # fmt: skip
 
 
+# Fields that any config may have, each with the one value that says nothing.
+_INERT = {"is_causal": True}
+
+
 class Fields(Mapping[str, Any]):
     """A mapping that remembers what was read of it."""
 
@@ -54,7 +58,7 @@ class Fields(Mapping[str, Any]):
         function of all fields to it.
         ignore: fields that the caller answers for.
         """
-        lines = []
+        inert, lines = {**_INERT, **inert}, []
         for name, value in self._fields.items():
             if (
                 name in self.read
@@ -64,8 +68,6 @@ class Fields(Mapping[str, Any]):
                 or value is None
                 or value in ([], {})
             ):
-                continue
-            if name == "is_causal" and value is True:
                 continue
             if name in inert:
                 right = inert[name](self._fields) if callable(inert[name]) else inert[name]

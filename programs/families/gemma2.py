@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...functional import DecoderConfig
+from ...functional import AttentionConfig, DecoderConfig, NormConfig
 from . import Family, parts
 
 NORMS = {
@@ -34,6 +34,11 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         )
         for window in parts.windows(hf)
     ]
+    return sandwich(hf, attentions, norm)
+
+
+def sandwich(hf: Mapping[str, Any], attentions: Sequence[AttentionConfig], norm: NormConfig) -> DecoderConfig:
+    """What is around the attention in Gemma 2 and 3."""
     mlp = parts.mlp(hf, hf.get("hidden_activation") or "gelu_pytorch_tanh", norm=norm, post_norm=norm)
     return parts.decoder(
         hf,

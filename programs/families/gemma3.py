@@ -6,17 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...functional import DecoderConfig
-from . import Family, parts
+from . import Family, gemma2, parts
 
-NORMS = {
-    "input_layernorm": "attention.norm",
-    "post_attention_layernorm": "attention.post_norm",
-    "pre_feedforward_layernorm": "mlp.norm",
-    "post_feedforward_layernorm": "mlp.post_norm",
-    "self_attn.q_norm": "attention.q_norm",
-    "self_attn.k_norm": "attention.k_norm",
-}
-NAMES = parts.names(parts.ATTENTION, parts.MLP, NORMS)
+QK_NORMS = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+NAMES = parts.names(parts.ATTENTION, parts.MLP, gemma2.NORMS, QK_NORMS)
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -38,16 +31,8 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     ]
     if hf.get("attn_logit_softcapping") is not None:
         raise ValueError("attn_logit_softcapping: family gemma3_text has no capped scores, in transformers neither")
-    mlp = parts.mlp(hf, hf.get("hidden_activation") or "gelu_pytorch_tanh", norm=norm, post_norm=norm)
     _ = hf.get("sliding_window_pattern")  # said by layer_types
-    return parts.decoder(
-        hf,
-        parts.layers(hf, attentions, mlp),
-        norm,
-        tied=True,
-        embedding_multiplier=hf["hidden_size"] ** 0.5,
-        final_logit_softcapping=hf.get("final_logit_softcapping"),
-    )
+    return gemma2.sandwich(hf, attentions, norm)
 
 
 FAMILY = Family(model_type="gemma3_text", config=config, names=NAMES)

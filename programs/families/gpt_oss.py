@@ -25,7 +25,7 @@ def attentions(hf: Mapping[str, Any]) -> list[AttentionConfig]:
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
     raise ValueError(
         f"family gpt_oss: its {hf.get('num_local_experts')} experts a layer are not computed yet, only its attention\n"
-        "    fix: families.gpt_oss.attentions(config.to_dict()) are the configs of F.attention"
+        "    fix: programs.families.gpt_oss.attentions(config.to_dict()) are the configs of F.attention"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from meshfn.programs import dynamo
 
@@ -86,3 +88,11 @@ def test_regions_of_one_code_and_other_closures_stay_apart():
     two, three = (dynamo.region(make(k), name, lambda x: 0) for k, name in ((2.0, "two"), (3.0, "three")))
     compiled = dynamo.compile_with(lambda x: three(two(two(x))), lambda graph, inputs: graph.forward)
     assert float(compiled(torch.ones(()))) == 12.0
+
+
+def test_a_dynamic_size_knows_its_largest():
+    n = dynamo.dynamic_size(torch.arange(9), 0, max=40)
+    graph = dynamo.capture(lambda x: torch.cat((x, torch.ones(3))) * 2, n)
+    (product,) = (node for node in graph.graph.nodes if node.op == "call_function" and node.target is operator.mul)
+    assert dynamo.largest(dynamo.value_of(product).shape[0]) == 43
+    assert dynamo.largest(7) == 7

@@ -144,6 +144,18 @@ bound: 1089.00 steps a second for each GB/s of memory bandwidth, cache full; 421
     )
 
 
+def test_dropout_is_said_and_left_out():
+    """In the plan, and in a step, which computes what it does without."""
+    module = family("phi", resid_pdrop=0.1, embd_pdrop=0.2, attention_dropout=0.3)
+    model = programs.load(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+        program = programs.build(model, max_len=20, chunk=8)
+    assert "dropout  embd_pdrop 0.2, resid_pdrop 0.1, attention_dropout 0.3, which inference leaves out" in str(program)
+    out = module.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    assert program.generate([[5, 6, 7]], max_new_tokens=4).tokens == [out[0, 3:].tolist()]
+
+
 # One of each kind of part: tracing a family costs three seconds.
 @pytest.mark.parametrize("name", ["qwen3", "smollm3", "gemma2", "olmo2", "phi3-long", "phi", "nemotron", "cohere"])
 def test_every_byte_of_every_part_is_in_its_plan(name):

@@ -311,7 +311,7 @@ load(device="gpu"): no such device
 load(like="qwen2"): SmolLM2-135M-Instruct.Q4_1.gguf says it is of family llama
 
 family gpt_oss: its 2 experts a layer are not computed yet, only its attention
-    fix: families.gpt_oss.attentions(config.to_dict()) are the configs of F.attention""",
+    fix: programs.families.gpt_oss.attentions(config.to_dict()) are the configs of F.attention""",
     )
 
 
