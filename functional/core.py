@@ -119,13 +119,15 @@ def core_attention(
         q_positions=q_positions,
         k_positions=k_positions,
     )
-    q, k, v = _present(q, q_positions), _present(k, k_positions), _present(v, k_positions)
-    k, v, groups = _grouped(q, k, v, kv_index)
+    q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
+    k, v, groups = grouped(q, k, v, kv_index)
     q_BSKGE = q.unflatten(2, (k.shape[2], groups))
     wide = torch.promote_types(q.dtype, torch.float32)
     # Products in fp32 too: scores and weights rounded to half precision would double the error.
     scores = torch.einsum("bskge,btke->bkgst", q_BSKGE.to(wide), k.to(wide))
-    weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
+    weights = masked_softmax(
+        scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks
+    )
     o = torch.einsum("bkgst,btkv->bskgv", weights, v.to(wide)).flatten(2, 3).to(v.dtype)
     return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
 
@@ -157,12 +159,14 @@ def decode_attention(
     _check("decode_attention", q, k, v, mask, sinks, window, softcap, None, None, q_positions, k_positions, kv_index)
     see = visible(causal=causal, mask=mask, window=window, q_positions=q_positions, k_positions=k_positions)
     assert see is not None
-    q, k, v = _present(q, q_positions), _present(k, k_positions), _present(v, k_positions)
-    k, v, groups = _grouped(q, k, v, kv_index)
+    q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
+    k, v, groups = grouped(q, k, v, kv_index)
     q_BSKGE = q.unflatten(2, (k.shape[2], groups))
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q_BSKGE[:, :, None].to(wide) * k[:, None, :, :, None].to(wide)).sum(-1).permute(0, 3, 4, 1, 2)
-    weights = _softmax(scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks)
+    weights = masked_softmax(
+        scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks
+    )
     o = (weights.permute(0, 3, 4, 1, 2)[..., None] * v[:, None, :, :, None].to(wide)).sum(2).flatten(2, 3)
     return o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(v.dtype)
 
@@ -198,7 +202,9 @@ def visible(
     return see
 
 
-def _softmax(scores: Tensor, scale: float, see: Tensor | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def masked_softmax(
+    scores: Tensor, scale: float, see: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """scores `B K G S T`, in fp32 at least -> weights. A query that sees nothing gets weights without meaning."""
     scores = scores * scale
     if softcap is not None:
@@ -218,14 +224,14 @@ def _by_group(see: Tensor, scores: Tensor) -> Tensor:
     return see[:, :, None] if see.shape[1] == 1 else see.unflatten(1, scores.shape[1:3])
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor, kv_index: Tensor | None) -> tuple[Tensor, Tensor, int]:
+def grouped(q: Tensor, k: Tensor, v: Tensor, kv_index: Tensor | None) -> tuple[Tensor, Tensor, int]:
     """Keys and values as the query heads read them, and how many neighbouring query heads share one."""
     if kv_index is not None:
         return k.index_select(2, kv_index), v.index_select(2, kv_index), 1
     return k, v, q.shape[2] // max(k.shape[2], 1)
 
 
-def _present(x: Tensor, positions: Tensor | None) -> Tensor:
+def present(x: Tensor, positions: Tensor | None) -> Tensor:
     """x `B S ...` with what is no token zeroed: a weight or a gradient of 0 times a NaN is NaN."""
     return x if positions is None else x.masked_fill((positions < 0)[..., None, None], 0)
 

@@ -71,8 +71,8 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     but -inf) gives token 0 and a NaN.
     """
     wide = _wide(logits)
-    token, top = _lowest_of_the_largest(wide)
-    logprob = top - wide.logsumexp(-1)
+    token = _lowest_of_the_largest(logits)
+    logprob = wide.gather(-1, token[..., None])[..., 0] - wide.logsumexp(-1)
     return torch.where(logprob.isnan(), 0, token), logprob
 
 
@@ -113,7 +113,7 @@ def sample(
     """
     check_shapes("sample", logits=(logits, "B Z"), positions=(positions, "B"), **_rows(controls, "do_sample", "seed"))
     scores = penalize(logits, counts, controls) if penalizes else _wide(logits)
-    token, _ = _lowest_of_the_largest(scores)
+    token = _lowest_of_the_largest(scores)
     if draws:
         warped = warp(scores, controls, nucleus=nucleus, most=most)
         u = uniform(controls.seed, positions) if u is None else u
@@ -232,12 +232,23 @@ def _advance(token: Tensor, logprob: Tensor, positions: Tensor, eos_token_id: Te
     return torch.where(ends, -1, positions)
 
 
-def _lowest_of_the_largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest index at which the maximum stands, which argmax leaves open, and the maximum; 0 where it is a NaN."""
+def _lowest_of_the_largest(scores: Tensor) -> Tensor:
+    """The lowest index at which the maximum stands, which argmax leaves open; 0 where it is a NaN."""
+    scores = _as_stored(scores)
     top = scores.amax(-1, keepdim=True)
     index = torch.arange(scores.shape[-1], device=scores.device)
     token = torch.where(scores == top, index, scores.shape[-1]).amin(-1)
-    return torch.where(top[..., 0].isnan(), 0, token), top[..., 0]
+    return torch.where(top[..., 0].isnan(), 0, token)
+
+
+def _as_stored(x: Tensor) -> Tensor:
+    """x, rounded to its dtype under a compiler too: that may compute half precision in fp32, round what it stores and
+    compare that with a maximum of what it did not round, which then stands nowhere. It has to round to see bits; and
+    -0 becomes 0, since it would leave out a view there and back."""
+    if x.dtype.itemsize > 2:
+        return x
+    bits = x.detach().view(torch.int16)
+    return torch.where(bits == torch.iinfo(torch.int16).min, 0, bits).view(x.dtype)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -52,6 +52,12 @@ def build(
     if problem is not None:
         warnings.warn(f"build: {problem}; this program runs eagerly, as with compile=False", stacklevel=2)
         compile = False
+    longest = dynamo.longest_sum(place) if compile else None
+    if longest is not None and sizes.slots - 1 > longest:
+        raise ValueError(
+            f"build(max_len={max_len}): torch {torch.__version__} compiles sums over at most {longest} tokens here\n"
+            f"    fix: max_len={longest} at most, compile=False, or a later torch"
+        )
     if kernels and not compile:
         raise ValueError("build(kernels=...): kernels are put into compiled graphs\n    fix: compile=True")
     program = Program(model, sizes, place, dtype, tuple(kernels), strict, compile)

@@ -7,6 +7,8 @@ there and loudly.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import inspect
 import sysconfig
 import types
@@ -24,6 +26,7 @@ __all__ = [
     "dynamic_size",
     "inductor",
     "largest",
+    "longest_sum",
     "region",
     "region_of",
     "source_of",
@@ -54,9 +57,27 @@ def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph with Inductor."""
     from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental import _config as symbolic
 
-    compiled: Any = compile_fx(graph, list(inputs))
+    tag = torch.compiler.config.cache_key_tag
+    # Without the second, a sum over a dynamic size would be compiled for sizes up to 4096, or for those above.
+    with (
+        torch.compiler.config.patch(cache_key_tag=f"{tag} meshfn {_digest()}"),
+        symbolic.patch(backed_size_oblivious=True),
+    ):
+        compiled: Any = compile_fx(graph, list(inputs))
     return compiled  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _digest() -> str:
+    """Of the text of this package. The compiler's cache on disk knows a primitive by its name alone, and would serve
+    what an earlier version of its function was compiled to."""
+    digest = hashlib.sha256()
+    for folder in ("functional", "programs"):
+        for path in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def capture(fn: Callable[..., Any], *args: Any) -> fx.GraphModule:
@@ -144,6 +165,16 @@ def op_name(node: fx.Node) -> str:
 def is_operator(op: Any) -> bool:
     """Whether a compiled graph can call it as it is."""
     return isinstance(op, torch._ops.OpOverload)
+
+
+def longest_sum(device: torch.device) -> int | None:
+    """The largest dynamic size over which Inductor can sum on a device, None for any (see `inductor`)."""
+    if device.type != "cpu":
+        return None
+    from torch._inductor.codegen.cpp import CppKernel
+
+    # torch 2.11 decides by the size it is shown, and not by what may come.
+    return None if "guard_or_false" in inspect.getsource(CppKernel.need_use_acc_helper) else 4096
 
 
 def compiler_problem(device: torch.device) -> str | None:

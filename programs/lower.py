@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from ..functional.primitive import NAMESPACE, PRIMITIVES
+from .cpu import CPU_OPS, few_queries, few_rows, flash
 from .dynamo import is_operator, op_name, region_of, value_of
 from .sizes import Target
 
@@ -54,7 +55,18 @@ class Kernel:
 
 
 # device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.
-KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType({"cpu": (), "cuda": ()})
+KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType(
+    {
+        "cpu": (
+            Kernel("rows", "norm_linear", CPU_OPS["norm_linear"], few_rows),
+            Kernel("rows", "gated_mlp", CPU_OPS["gated_mlp"], few_rows),
+            Kernel("rows", "plain_mlp", CPU_OPS["plain_mlp"], few_rows),
+            Kernel("rows", "decode_attention", CPU_OPS["decode_attention"], few_queries),
+            Kernel("flash", "core_attention", CPU_OPS["core_attention"], flash),
+        ),
+        "cuda": (),
+    }
+)
 
 
 def with_table(target: Target, extra: Sequence[Kernel]) -> tuple[Kernel, ...]:

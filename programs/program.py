@@ -95,7 +95,9 @@ class Program:
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.device, self.dtype = device, dtype
         self.target = Target(device.type, dtype, _arch(device))
-        self.kernels = with_table(self.target, kernels)
+        # Kernels are put into compiled graphs alone. Those of a user must be seen to do what the plan says.
+        self.kernels = with_table(self.target, kernels) if compiled else ()
+        self._plan_first = bool(kernels) or strict
         self.build_seconds = 0.0
         self._weights = Weights(model.params, model.config, device, dtype)
         self._reads: dict[int, tuple[Tensor, ...]] = {}
@@ -123,8 +125,8 @@ class Program:
         return self._plan
 
     def planned_left(self, phase: str) -> list[str] | None:
-        """The planned list of primitives without a kernel; None where no plan was needed, since no kernel is known."""
-        return self.plan.phases[phase].left if self.kernels and phase in self.plan.phases else None
+        """The planned list of primitives without a kernel; None where no plan has been made."""
+        return None if self._plan is None or phase not in self._plan.phases else self._plan.phases[phase].left
 
     def __repr__(self) -> str:
         return str(self.plan)
@@ -140,7 +142,7 @@ class Program:
 
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache."""
-        if self.kernels:
+        if self._plan_first:
             _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
         with self._alone():
             start = now(self.device)

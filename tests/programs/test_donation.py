@@ -19,7 +19,7 @@ def largest_allocation(fn) -> int:
 def test_nothing_of_a_cache_s_size_is_allocated(tiny):
     state = tiny.program.prefill([[1, 2, 3]])
     whole = tiny.program.cache[0].k.numel() * 4
-    assert whole == 3 * 2049 * 2 * 8 * 4
+    assert whole == 3 * tiny.program.sizes.slots * 2 * 8 * 4
     addresses = [t.data_ptr() for c in tiny.program.cache for t in (c.k, c.v)]
     assert largest_allocation(lambda: tiny.program.decode(state)) < whole / 8
     assert largest_allocation(lambda: tiny.program.prefill([[1, 2, 3]])) < whole / 8

@@ -8,6 +8,7 @@ from meshfn import functional as F
 from meshfn import programs
 from meshfn.functional.primitive import PRIMITIVES
 from meshfn.programs import dynamo
+from meshfn.programs.cpu import CPU_OPS
 from meshfn.programs.lower import primitive_name, walk
 
 from ..tiny import llama, ours
@@ -27,34 +28,34 @@ prefill   B=1 S=256 T<=1024
   before the layers
     x                       embedding       1 256 576   reads     576.0 KiB  compiler
   layers[0..29] x30
-    q k v                   norm_linear     1 256 576   reads       2.1 MiB  compiler (no cpu kernel)
+    q k v                   norm_linear     1 256 576   reads       2.1 MiB  compiler (rows: 256 rows, at most 8)
     k_BSKE                  apply_rope      1 256 3 64                       compiler (no cpu kernel)
     q_BSHE                  apply_rope      1 256 9 64                       compiler (no cpu kernel)
-    o_BSHV                  core_attention  1 256 9 64  reads <=    1.5 MiB  compiler (no cpu kernel)
-    out_BSD                 norm_linear     1 256 576   reads       1.3 MiB  compiler (no cpu kernel)
-    h_BSF                   gated_mlp       1 256 1536  reads       6.8 MiB  compiler (no cpu kernel)
-    out_BSD                 norm_linear     1 256 576   reads       3.4 MiB  compiler (no cpu kernel)
+    o_BSHV                  core_attention  1 256 9 64  reads <=    1.5 MiB  flash
+    out_BSD                 norm_linear     1 256 576   reads       1.3 MiB  compiler (rows: 256 rows, at most 8)
+    h_BSF                   gated_mlp       1 256 1536  reads       6.8 MiB  compiler (rows: 256 rows, at most 8)
+    out_BSD                 norm_linear     1 256 576   reads       3.4 MiB  compiler (rows: 256 rows, at most 8)
     cache.k                 write           1 256 3 64                       compiler
     cache.v                 write           1 256 3 64                       compiler
   after the layers
-    logits_Z                norm_linear     1 49152     reads     108.0 MiB  compiler (no cpu kernel)
+    logits_Z                norm_linear     1 49152     reads     108.0 MiB  rows
     token logprob position  sample_advance  1                                compiler (no cpu kernel)
 
 decode   B=1 S=1 T<=1024
   before the layers
     x                       embedding         1 1 576   reads       2.2 KiB  compiler
   layers[0..29] x30
-    q k v                   norm_linear       1 1 576   reads       2.1 MiB  compiler (no cpu kernel)
+    q k v                   norm_linear       1 1 576   reads       2.1 MiB  rows
     k_BSKE                  apply_rope        1 1 3 64                       compiler (no cpu kernel)
     q_BSHE                  apply_rope        1 1 9 64                       compiler (no cpu kernel)
-    o_BSHV                  decode_attention  1 1 9 64  reads <=    1.5 MiB  compiler (no cpu kernel)
-    out_BSD                 norm_linear       1 1 576   reads       1.3 MiB  compiler (no cpu kernel)
-    h_BSF                   gated_mlp         1 1 1536  reads       6.8 MiB  compiler (no cpu kernel)
-    out_BSD                 norm_linear       1 1 576   reads       3.4 MiB  compiler (no cpu kernel)
+    o_BSHV                  decode_attention  1 1 9 64  reads <=    1.5 MiB  rows
+    out_BSD                 norm_linear       1 1 576   reads       1.3 MiB  rows
+    h_BSF                   gated_mlp         1 1 1536  reads       6.8 MiB  rows
+    out_BSD                 norm_linear       1 1 576   reads       3.4 MiB  rows
     cache.k                 write             1 1 3 64                       compiler
     cache.v                 write             1 1 3 64                       compiler
   after the layers
-    logits_Z                norm_linear       1 49152   reads     108.0 MiB  compiler (no cpu kernel)
+    logits_Z                norm_linear       1 49152   reads     108.0 MiB  rows
     token logprob position  sample_advance    1                              compiler (no cpu kernel)
 
 a decode step reads 513.1 MiB of weights and at most 45.0 MiB of cache
@@ -80,13 +81,13 @@ graph decode
   sin_1                   3 1 4   angles.sin().to(float32)
   getitem_3               3 1 48  layer_0(x, params.layers[0], cos_1, sin_1, positions, cache[0], read[0].size()[0], read[0])
   x_1                     3 1 48  layer_0(getitem_3, params.layers[1], cos_1, sin_1, positions, cache[1], read[0].size()[0], read[0])
-  logits_Z                3 97    meshfn.norm_linear(x_1[:, 0], params.norm.weight, [params.head], [None], eps=1e-06)
+  logits_Z                3 97    norm_linear.default(x_1[:, 0], params.norm.weight, [params.head], [None], eps=1e-06)
   after                   3       where((state.position >= 0), (state.position + 1), -1)
   token logprob position  3       meshfn.sample_advance(logits_Z, after, eos_token_id)
   return                          (token, logprob, position, logits_Z)
 
 layer_0   called 2 times
-  q k v        3 1 48      meshfn.norm_linear(x, layer.attention.norm.weight, [layer.attention.q, layer.attention.k, layer.attention.v], [layer.attention.q_bias, layer.attention.k_bias, layer.attention.v_bias], eps=1e-06)
+  q k v        3 1 48      norm_linear.default(x, layer.attention.norm.weight, [layer.attention.q, layer.attention.k, layer.attention.v], [layer.attention.q_bias, layer.attention.k_bias, layer.attention.v_bias], eps=1e-06)
   q_1          3 1 6 8     q.unflatten(-1, (-1, 8))
   k_1          3 1 2 8     k.unflatten(-1, (-1, 8))
   v_BSKV       3 1 2 8     v.unflatten(-1, (-1, 8))
@@ -94,22 +95,22 @@ layer_0   called 2 times
   positions_1  3 1         positions.expand((3, 1))
   q_BSHE       3 1 6 8     meshfn.apply_rope(q_1, cos_1, sin_1)
   padding      3 1         (positions_1 < 0)
-  write        3 1         where(padding, ((positions_1.amax(-1, keepdim=True) + 1) % 2049), positions_1)
+  write        3 1         where(padding, ((positions_1.amax(-1, keepdim=True) + 1) % 4225), positions_1)
   rows         3 1         arange(3)[:, None]
   padding_1    3 1 1 1     (positions_1 < 0)[..., None, None]
   k_new        3 1 2 8     where(padding_1, cache.k[rows, write], k_BSKE.to(float32))
   v_new        3 1 2 8     where(padding_1, cache.v[rows, write], v_BSKV.to(float32))
-  k_cache      3 2049 2 8  cache.k.index_put((rows, write), k_new)
-  v_cache      3 2049 2 8  cache.v.index_put((rows, write), v_new)
+  k_cache      3 4225 2 8  cache.k.index_put((rows, write), k_new)
+  v_cache      3 4225 2 8  cache.v.index_put((rows, write), v_new)
   k_positions  3 n         where((read[0] <= positions_1.amax(-1, keepdim=True)), read[0], -1)
   k_BTKE       3 n 2 8     k_cache.narrow(1, 0, read[0].size()[0])
   v_BTKV       3 n 2 8     v_cache.narrow(1, 0, read[0].size()[0])
-  o_BSHV       3 1 6 8     meshfn.decode_attention(q_BSHE, k_BTKE, v_BTKV, causal=True, k_positions=k_positions, q_positions=positions_1)
-  out_BSD      3 1 48      meshfn.norm_linear(o_BSHV.flatten(2), None, [layer.attention.o], [None])
+  o_BSHV       3 1 6 8     decode_attention.default(q_BSHE, k_BTKE, v_BTKV, causal=True, k_positions=k_positions, q_positions=positions_1)
+  out_BSD      3 1 48      norm_linear.default(o_BSHV.flatten(2), None, [layer.attention.o], [None])
   out_BSD_1    3 1 48      (out_BSD + layer.attention.o_bias)
   x_BSD        3 1 48      (x + out_BSD_1)
-  h_BSF        3 1 40      meshfn.gated_mlp(x_BSD, layer.mlp.norm.weight, layer.mlp.gate, layer.mlp.up, layer.mlp.gate_bias, layer.mlp.up_bias, activation=silu, eps=1e-06)
-  out_BSD_2    3 1 48      meshfn.norm_linear(h_BSF, None, [layer.mlp.down], [None])
+  h_BSF        3 1 40      gated_mlp.default(x_BSD, layer.mlp.norm.weight, layer.mlp.gate, layer.mlp.up, layer.mlp.gate_bias, layer.mlp.up_bias, activation=silu, eps=1e-06)
+  out_BSD_2    3 1 48      norm_linear.default(h_BSF, None, [layer.mlp.down], [None])
   out_BSD_3    3 1 48      (out_BSD_2 + layer.mlp.down_bias)
   x_BSD_1      3 1 48      (x_BSD + out_BSD_3)
                            cache.k.copy_(k_cache)
@@ -119,14 +120,16 @@ layer_0   called 2 times
 
 
 def test_the_plan_is_what_was_compiled(tiny):
-    plan = programs.plan(tiny.model, batch=3, max_len=2048, chunk=8)
+    plan = programs.plan(tiny.model, batch=3, max_len=tiny.program.sizes.max_len, chunk=8)
     assert str(tiny.program) == str(plan)
     for name in ("prefill", "decode"):
         compiled = getattr(tiny.program, name)
         assert str(compiled.graph) == str(plan.phases[name].graph)
         ran = [primitive_name(n) for n in walk(compiled._module)]
-        planned = [row.op for block in plan.phases[name].blocks for row in block.rows]
-        assert sorted(filter(None, ran)) == sorted(op for op in planned if op in PRIMITIVES)
+        rows = [row for block in plan.phases[name].blocks for row in block.rows if row.op in PRIMITIVES]
+        assert sorted(filter(None, ran)) == sorted(row.op for row in rows if not row.chosen)
+        ops = [n.target for n in walk(compiled._module) if n.target in CPU_OPS.values()]
+        assert sorted(map(str, ops)) == sorted(str(CPU_OPS[row.op]) for row in rows if row.chosen)
     eager = programs.build(tiny.model, batch=3, max_len=70, chunk=8, compile=False)
     assert str(eager).startswith("program LlamaForCausalLM   cpu float32 eager   batch 3")
     assert "copied whole by each call" in str(eager)
