@@ -176,8 +176,10 @@ def core_attention(
     q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
     if kv_index is not None:
         k, v = k.index_select(2, kv_index), v.index_select(2, kv_index)
-    heads = [_wide(x).transpose(1, 2) for x in (q, k, v)]
-    o_BHSV = tnf.scaled_dot_product_attention(*heads, attn_mask=see, scale=softmax_scale, enable_gqa=True)
+    q_BHSE, k_BKTE, v_BKTV = (_wide(x).transpose(1, 2) for x in (q, k, v))
+    o_BHSV = tnf.scaled_dot_product_attention(
+        q_BHSE, k_BKTE, v_BKTV, attn_mask=see, scale=softmax_scale, enable_gqa=True
+    )
     o_BSHV = o_BHSV.transpose(1, 2).to(v.dtype)
     return o_BSHV if see is None else o_BSHV.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
 

@@ -159,7 +159,9 @@ def value_of(node: fx.Node) -> Any:
 
 def op_name(node: fx.Node) -> str:
     """`"meshfn::gated_mlp"` for a call of an operator of `torch.ops`, "" for any other node."""
-    return str(getattr(node.target, "_qualified_op_name", "")) if node.op == "call_function" else ""
+    if node.op != "call_function":
+        return ""
+    return node.target._schema.name if is_operator(node.target) else str(getattr(node.target, "_qualified_op_name", ""))
 
 
 def is_operator(op: Any) -> bool:

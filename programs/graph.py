@@ -17,7 +17,7 @@ from torch import fx
 
 from .. import functional as F
 from ..functional import tree
-from .dynamo import region_of, source_of, value_of
+from .dynamo import op_name, region_of, source_of, value_of
 from .lower import primitive_name
 
 __all__ = ["Graph", "LeafPaths", "live_nodes", "results_of", "shape_text"]
@@ -154,8 +154,7 @@ def _call(node: fx.Node, names: Mapping[fx.Node, str], regions: Mapping[fx.Graph
     options = [o for o in options if not o.startswith("device=")]
     if node.op == "call_method":
         return f"{args[0]}.{node.target}({', '.join(args[1:] + options)})"
-    primitive = primitive_name(node)
-    name = f"meshfn.{primitive}" if primitive else str(getattr(node.target, "__name__", node.target))
+    name = op_name(node).replace("::", ".") or str(getattr(node.target, "__name__", node.target))
     if node.target is operator.getitem:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return f"{args[0]}[{', '.join(_index(i, names, regions) for i in index)}]"

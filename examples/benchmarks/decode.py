@@ -32,15 +32,25 @@ DTYPES = ("float32", "bfloat16")
 class Engine:
     """One of `peers.ENGINES` in a process, with a compile cache of its own."""
 
-    def __init__(self, name: str, source: Path, dtype: str, batch: int, cache: Path, python: str = sys.executable):
+    def __init__(
+        self,
+        name: str,
+        source: Path,
+        dtype: str,
+        batch: int,
+        cache: Path,
+        python: str = sys.executable,
+        **environment: str,
+    ) -> None:
         peers = Path(__file__).with_name("peers.py")
         command = [python, str(peers), name, str(source), dtype, str(batch)]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
-        self.name, self.info = name, self._answer()
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+        # What it says otherwise, for the case that it ends.
+        self.noise = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.noise}
+        self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        self.name = name
+        self.info = self._answer()
 
     def __call__(self, command: str, *arguments: int) -> float:
         assert self.process.stdin is not None
@@ -51,7 +61,8 @@ class Engine:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(map(str, self.process.args))} ended with {self.process.wait()}")
+            self.noise.seek(0)
+            raise RuntimeError(f"{self.name} ended with {self.process.wait()}\n{self.noise.read()[-2000:]}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -184,10 +195,14 @@ def main(llama: str | None) -> None:
             print(f"  {context:5}   {'   '.join(cells)}   (+{added:.1f})")
             base.setdefault("first", statistics.median(found["meshfn"]))
 
-        host = Engine("host", folders["float32"], "float32", 1, scratch / "meshfn")
-        seconds = statistics.median(in_turn([host], "decode", SHORT, STEPS)["host"])
-        share = seconds / base["first"]
-        print(f"\nhost time a step: {1e3 * seconds:.2f} ms, {share:.1%} of a step (as many layers, nothing to compute)")
+        # One thread: with two, they would wait for each other at every loop, which is no time of the host's.
+        host = Engine("host", folders["float32"], "float32", 1, scratch / "host", OMP_NUM_THREADS="1")
+        times = sorted(host("decode", SHORT, 8 * STEPS) for _ in range(REPEATS + 1))[:-1]
+        seconds = statistics.median(times)
+        print(
+            f"\nhost time a step (as many layers, nothing to compute): {1e3 * seconds:.2f} ms "
+            f"({1e3 * times[0]:.2f} to {1e3 * times[-1]:.2f}), {seconds / base['first']:.1%} of a step"
+        )
         for engine in (host, *engines["float32"], *engines["bfloat16"]):
             engine.close()
 

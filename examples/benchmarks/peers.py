@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import json
 import random
-import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 MAX_LEN = 4224
@@ -146,8 +146,9 @@ class Llama:
 
 
 def _peak() -> int:
-    """Bytes of memory this process has had at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes of memory this process has had at most, by Linux; `getrusage` counts what it was started from, too."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
 
 
 def _tensors() -> int:
@@ -157,7 +158,8 @@ def _tensors() -> int:
     gc.collect()
     found = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+        # By type, so that the compiler's fake tensors, which have no memory, are left out.
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
             found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(found.values())
 

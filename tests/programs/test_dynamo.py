@@ -6,6 +6,7 @@ import operator
 
 import torch
 from meshfn.programs import dynamo
+from torch._dynamo.utils import counters
 
 
 def test_captures_a_graph_with_sources_and_regions():
@@ -56,6 +57,18 @@ def test_compiled_functions_of_one_body_are_apart():
     for k in range(20):
         fn = dynamo.compile_with(make(k), lambda graph, inputs: graph.forward)
         assert float(fn(torch.ones(()))) == k
+
+
+def test_another_text_of_ours_is_compiled_anew(monkeypatch, tmp_path):
+    """The cache on disk knows a primitive by its name, and must not serve what an older version of it computed."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits = []
+    for text in ("one", "one", "other"):
+        monkeypatch.setattr(dynamo, "_digest", lambda text=text: text)
+        counters.clear()
+        dynamo.compile_with(lambda x: x.sin() + 1, dynamo.inductor)(torch.ones(3))
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0]
 
 
 def test_the_compiler_is_found():
