@@ -14,7 +14,7 @@ G query heads per key/value head, E key width, V value width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as tnf
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .lower import Call
 
 __all__ = ["CPU_OPS", "MOST_ROWS", "few_queries", "few_rows", "flash"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # With more, computing takes longer than reading, and a matrix product is faster (measured from 1 to 16).
 MOST_ROWS = 8
@@ -58,7 +61,7 @@ def flash(call: Call) -> str | None:
     return f"no {given[0]}" if given else None
 
 
-def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _op(fn: Callable[P, R]) -> Callable[P, R]:
     """Register as the op that stands in for the primitive of the same name."""
     name = fn.__name__
     _library.define(name + torch.library.infer_schema(PRIMITIVES[name], mutates_args=()))

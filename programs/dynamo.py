@@ -57,14 +57,13 @@ def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile a Dynamo graph with Inductor."""
     from torch._inductor.compile_fx import compile_fx
-    from torch.fx.experimental import _config as symbolic
+    from torch.fx.experimental import _config
 
-    tag = torch.compiler.config.cache_key_tag
-    # Without the second, a sum over a dynamic size would be compiled for sizes up to 4096, or for those above.
-    with (
-        torch.compiler.config.patch(cache_key_tag=f"{tag} meshfn {_digest()}"),
-        symbolic.patch(backed_size_oblivious=True),
-    ):
+    caching: Any = torch.compiler.config
+    symbolic: Any = _config
+    tag = f"{caching.cache_key_tag} meshfn {_digest()}"
+    # Obliviousness: else a sum over a dynamic size would be compiled for sizes up to 4096, or for those above.
+    with caching.patch(cache_key_tag=tag), symbolic.patch(backed_size_oblivious=True):
         compiled: Any = compile_fx(graph, list(inputs))
     return compiled  # type: ignore[no-any-return]
 
@@ -161,7 +160,8 @@ def op_name(node: fx.Node) -> str:
     """`"meshfn::gated_mlp"` for a call of an operator of `torch.ops`, "" for any other node."""
     if node.op != "call_function":
         return ""
-    return node.target._schema.name if is_operator(node.target) else str(getattr(node.target, "_qualified_op_name", ""))
+    target: Any = node.target
+    return str(target._schema.name if is_operator(target) else getattr(target, "_qualified_op_name", ""))
 
 
 def is_operator(op: Any) -> bool:

@@ -410,3 +410,29 @@ warp(controls.temperature=...): B is 3 in scores but 2 in controls.temperature
                               ^
     so far: B=3 Z=5""",
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_greedy_of_half_precision(dtype):
+    """The largest of what is stored, the first among equals, both zeros being equal."""
+    rows = [
+        [-0.0, 0.0, -1.0],
+        [0.0, -0.0, 0.0],
+        [-2.0, -1.0, -1.0],
+        [1.0, torch.nan, 3.0],
+        [-torch.inf, 1.0, torch.inf],
+    ]
+    rows += [[-torch.inf, -torch.inf, -3.0], [-torch.inf] * 3]
+    logits = torch.tensor(rows, dtype=dtype)
+    token, logprob = F.greedy(logits)
+    assert token.tolist() == [0, 0, 1, 0, 0, 2, 0]
+    assert logprob.isnan().tolist() == [False, False, False, True, True, False, True]
+    torch.testing.assert_close(logprob[:3], logits.float().log_softmax(-1).amax(-1)[:3])
+    mapped = torch.func.vmap(F.greedy)(logits[:4].unflatten(0, (2, 2)))
+    assert torch.equal(mapped[0].flatten(), token[:4])
+    grad = torch.func.grad(lambda x: F.greedy(x)[1])(logits[2].float())
+    wanted = torch.eye(3)[1] - logits[2].float().softmax(-1)
+    torch.testing.assert_close(grad, wanted)
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: F.greedy(x)[1].float())(logits[2]).float(), wanted, atol=1e-2, rtol=0
+    )
