@@ -23,7 +23,7 @@ types: .venv/test
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p meshfn
 
 bench: .venv/demo
-	for script in build sampling decode; do $(BIN)/python examples/benchmarks/$$script.py || exit 1; done
+	for script in examples/benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

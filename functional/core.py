@@ -122,13 +122,10 @@ def core_attention(
     q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
     k, v, groups = grouped(q, k, v, kv_index)
     q_BSKGE = q.unflatten(2, (k.shape[2], groups))
-    wide = torch.promote_types(q.dtype, torch.float32)
     # Products in fp32 too: scores and weights rounded to half precision would double the error.
-    scores = torch.einsum("bskge,btke->bkgst", q_BSKGE.to(wide), k.to(wide))
-    weights = masked_softmax(
-        scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks
-    )
-    o = torch.einsum("bkgst,btkv->bskgv", weights, v.to(wide)).flatten(2, 3).to(v.dtype)
+    scores = torch.einsum("bskge,btke->bkgst", wide(q_BSKGE), wide(k))
+    weights = masked_softmax(scores, q.shape[-1], softmax_scale, see, softcap, sinks)
+    o = torch.einsum("bkgst,btkv->bskgv", weights, wide(v)).flatten(2, 3).to(v.dtype)
     return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
 
 
@@ -153,8 +150,8 @@ def decode_attention(
     """`dot_product_attention` for a few queries against a long cache: positions are always given, documents are not
     packed, all else is the same.
 
-    Written as products and sums over the cache as it lies, which a compiler fuses into one pass: nothing is copied,
-    neither to group heads nor to hide empty slots.
+    Written as products and sums over the cache as it lies, which a compiler fuses: nothing is copied, neither to group
+    heads nor to hide empty slots. `programs/cpu.py` has a form that reads the cache once.
     """
     _check("decode_attention", q, k, v, mask, sinks, window, softcap, None, None, q_positions, k_positions, kv_index)
     see = visible(causal=causal, mask=mask, window=window, q_positions=q_positions, k_positions=k_positions)
@@ -162,12 +159,9 @@ def decode_attention(
     q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
     k, v, groups = grouped(q, k, v, kv_index)
     q_BSKGE = q.unflatten(2, (k.shape[2], groups))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q_BSKGE[:, :, None].to(wide) * k[:, None, :, :, None].to(wide)).sum(-1).permute(0, 3, 4, 1, 2)
-    weights = masked_softmax(
-        scores, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, see, softcap, sinks
-    )
-    o = (weights.permute(0, 3, 4, 1, 2)[..., None] * v[:, None, :, :, None].to(wide)).sum(2).flatten(2, 3)
+    scores = (wide(q_BSKGE)[:, :, None] * wide(k)[:, None, :, :, None]).sum(-1).permute(0, 3, 4, 1, 2)
+    weights = masked_softmax(scores, q.shape[-1], softmax_scale, see, softcap, sinks)
+    o = (weights.permute(0, 3, 4, 1, 2)[..., None] * wide(v)[:, None, :, :, None]).sum(2).flatten(2, 3)
     return o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(v.dtype)
 
 
@@ -203,10 +197,16 @@ def visible(
 
 
 def masked_softmax(
-    scores: Tensor, scale: float, see: Tensor | None, softcap: float | None, sinks: Tensor | None
+    scores: Tensor,
+    width: int,
+    softmax_scale: float | None,
+    see: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """scores `B K G S T`, in fp32 at least -> weights. A query that sees nothing gets weights without meaning."""
-    scores = scores * scale
+    """scores `B K G S T`, in fp32 at least, of keys of a width -> weights. A query that sees nothing gets weights
+    without meaning."""
+    scores = scores * (width**-0.5 if softmax_scale is None else softmax_scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if see is not None:
@@ -229,6 +229,11 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, kv_index: Tensor | None) -> tuple[T
     if kv_index is not None:
         return k.index_select(2, kv_index), v.index_select(2, kv_index), 1
     return k, v, q.shape[2] // max(k.shape[2], 1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def present(x: Tensor, positions: Tensor | None) -> Tensor:

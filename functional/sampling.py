@@ -242,9 +242,9 @@ def _lowest_of_the_largest(scores: Tensor) -> Tensor:
 
 
 def _as_stored(x: Tensor) -> Tensor:
-    """x, rounded to its dtype under a compiler too: that may compute half precision in fp32, round what it stores and
-    compare that with a maximum of what it did not round, which then stands nowhere. It has to round to see bits; and
-    -0 becomes 0, since it would leave out a view there and back."""
+    """x, rounded to its dtype under a compiler too. That may keep half precision in fp32, and compare what it stored,
+    which is rounded, with the largest of what was not, which then equals none. To look at the bits it has to round;
+    and -0 becomes 0, since it would leave out a view there and back."""
     if x.dtype.itemsize > 2:
         return x
     bits = x.detach().view(torch.int16)

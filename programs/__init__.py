@@ -2,8 +2,8 @@
 
 from .build import build, plan
 from .generate import Generation, Timings
+from .kernel import Call, Kernel
 from .load import load
-from .lower import Call, Kernel
 from .model import Model
 from .program import Phase, Program
 from .report import Plan

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from . import dynamo
-from .lower import Kernel, with_table
+from .kernel import Kernel
+from .lower import with_table
 from .model import Model, check_model
 from .program import Program
 from .report import Plan, make_plan
@@ -55,11 +56,12 @@ def build(
     longest = dynamo.longest_sum(place) if compile else None
     if longest is not None and sizes.slots - 1 > longest:
         raise ValueError(
-            f"build(max_len={max_len}): torch {torch.__version__} compiles sums over at most {longest} tokens here\n"
-            f"    fix: max_len={longest} at most, compile=False, or a later torch"
+            f"build(max_len={max_len}): torch {torch.__version__} compiles caches of {longest} tokens at most\n"
+            f"    fix: max_len={longest}, compile=False, or torch 2.13"
         )
-    if kernels and not compile:
-        raise ValueError("build(kernels=...): kernels are put into compiled graphs\n    fix: compile=True")
+    if (kernels or strict) and not compile:
+        what = "kernels=..." if kernels else "strict=True"
+        raise ValueError(f"build({what}): kernels are put into compiled graphs\n    fix: compile=True")
     program = Program(model, sizes, place, dtype, tuple(kernels), strict, compile)
     if strict and (left := [f"{name} {line}" for name, p in program.plan.phases.items() for line in p.left]):
         raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))

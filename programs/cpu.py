@@ -1,72 +1,48 @@
 """The kernels of a CPU: primitives written for its compiler, where their plain form is slow. No C++ of our own.
 
-rows, for a decode step, which is bound by reading weights and cache. A library's matrix product reads them at a third
-of what the memory gives when x has a row or a few. Here it is one sum of products for each row of x. The compiler
-makes one loop of these sums, which reads a weight once, at the speed of a plain sum; and with no call in the way, all
-loops of a layer become one function with one parallel region.
+`gemv`, as plans call it, multiplies a few tokens with a weight. A decode step is bound by reading weights and cache,
+and a library's matrix product reads them at a third of what the memory gives when x has a token or a few. Here it is
+one sum of products for each token. The compiler makes one loop of these sums, which reads a weight once, at the speed
+of a plain sum; and with no call in the way, all loops of a layer become one function.
 
-flash, for prefill: torch's attention, which keeps a block of scores in the processor's cache.
+`one_pass` is the attention of a decode step in the same way: it reads keys and values once, whatever queries they have.
 
-Letters: R rows of x, D width, F output width, B batch, S query tokens, T key tokens, H query heads, K key/value heads,
-G query heads per key/value head, E key width, V value width.
+`flash` is torch's attention, for prefill: it keeps a block of scores in the processor's cache.
+
+Letters: N tokens of x, D width, B batch, S query tokens, T key tokens, H query heads, K key/value heads, G query heads
+per key/value head, E key width, V value width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as tnf
 from torch import Tensor
 
 from .. import functional as F
-from ..functional.core import grouped, masked_softmax, present, visible
+from ..functional.core import grouped, masked_softmax, present, visible, wide
 from ..functional.primitive import PRIMITIVES
+from .kernel import Call, Kernel
 
-if TYPE_CHECKING:
-    from .lower import Call
-
-__all__ = ["CPU_OPS", "MOST_ROWS", "few_queries", "few_rows", "flash"]
+__all__ = ["CPU_KERNELS", "MOST_TOKENS"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # With more, computing takes longer than reading, and a matrix product is faster (measured from 1 to 16).
-MOST_ROWS = 8
-# primitive -> an op of the same arguments and results
-CPU_OPS: dict[str, Callable[..., Any]] = {}
-_library = torch.library.Library("meshfn_cpu", "DEF")
-
-
-def few_rows(call: Call) -> str | None:
-    """Whether `rows` computes a product, else the reason why not."""
-    x = call.arguments["x"]
-    weights = call.arguments.get("weights") or [call.arguments[n] for n in ("gate", "up") if n in call.arguments]
-    if (rows := x.shape[:-1].numel()) > MOST_ROWS:
-        return f"{rows} rows, at most {MOST_ROWS}"
-    return None if all(w.stride(-1) == 1 for w in weights) else "a weight whose rows are not contiguous"
-
-
-def few_queries(call: Call) -> str | None:
-    """Whether `rows` computes an attention, else the reason why not."""
-    q, k = call.arguments["q"], call.arguments["k"]
-    queries = q.shape[1] * (1 if call.arguments["kv_index"] is not None else q.shape[2] // k.shape[2])
-    return f"{queries} queries for each key, at most {MOST_ROWS}" if queries > MOST_ROWS else None
-
-
-def flash(call: Call) -> str | None:
-    """Whether torch's attention computes a call, else the reason why not."""
-    given = [name for name in ("softcap", "sinks") if call.arguments[name] is not None]
-    return f"no {given[0]}" if given else None
+MOST_TOKENS = 8
+_NAMESPACE = "meshfn_cpu"
+_library = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def _op(fn: Callable[P, R]) -> Callable[P, R]:
-    """Register as the op that stands in for the primitive of the same name."""
+    """Register as `torch.ops.meshfn_cpu.<name>`, with the arguments of the primitive of the same name."""
     name = fn.__name__
     _library.define(name + torch.library.infer_schema(PRIMITIVES[name], mutates_args=()))
     _library.impl(name, fn, "CompositeImplicitAutograd")
-    CPU_OPS[name] = getattr(torch.ops.meshfn_cpu, name).default
     return fn
 
 
@@ -83,10 +59,10 @@ def norm_linear(
     """As `functional.norm_linear`."""
     if norm_weight is not None:
         x = F.normalize(x, norm_weight, norm_bias, **norm)
-    x_RD = _once(_wide(x.reshape(-1, x.shape[-1])))
+    x_ND = _once(wide(x.reshape(-1, x.shape[-1])))
     found = []
     for weight, bias in zip(weights, biases, strict=True):
-        sums = [(x_D * weight.to(x_D.dtype)).sum(-1) for x_D in x_RD.unbind()]
+        sums = [(x_D * weight.to(x_D.dtype)).sum(-1) for x_D in x_ND.unbind()]
         out = torch.stack(sums).to(x.dtype).reshape(*x.shape[:-1], -1)
         found.append(out if bias is None else out + bias)
     return found
@@ -142,24 +118,27 @@ def decode_attention(
     head_offset: int | None = None,
     local_heads: int | None = None,
 ) -> Tensor:
-    """As `functional.decode_attention`, with a sum for each query of a key, so that keys and values are read once."""
+    """As `functional.decode_attention`: a sum over E and one over T for each of the S G queries of a key, which the
+    compiler joins into one loop over the keys and one over the values."""
     see = visible(causal=causal, mask=mask, window=window, q_positions=q_positions, k_positions=k_positions)
     assert see is not None
-    q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
-    k, v, groups = grouped(q, k, v, kv_index)
-    q_BSKGE = _once(_wide(q)).unflatten(2, (k.shape[2], groups))
-    k_BTKE, v_BTKV = _wide(k), _wide(v)
-    # Keys innermost in what is stored, for the softmax that follows.
-    scores = [[(x[:, None] * k_BTKE).sum(-1).transpose(1, 2) for x in s.unbind(2)] for s in q_BSKGE.unbind(1)]
-    scores_BKGST = torch.stack([torch.stack(each, 2) for each in scores], 3)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    weights_BKGST = _once(masked_softmax(scores_BKGST, scale, see, softcap, sinks))
-    outs = [
-        [(w_BKT.transpose(1, 2)[..., None] * v_BTKV).sum(1) for w_BKT in weights_BKGT.unbind(2)]
-        for weights_BKGT in weights_BKGST.unbind(3)
-    ]
-    o_BSHV = torch.stack([torch.stack(each, 2) for each in outs], 1).flatten(2, 3)
-    return o_BSHV.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(v.dtype)
+    dtype = v.dtype
+    k, v, groups = grouped(q, wide(present(k, k_positions)), wide(present(v, k_positions)), kv_index)
+    q_BSKGE = _once(wide(present(q, q_positions))).unflatten(2, (k.shape[2], groups))
+
+    def scores_of(q: Tensor) -> Tensor:
+        # Keys innermost in what is stored, for the softmax that follows.
+        return (q[:, None] * k).sum(-1).transpose(1, 2)  # B K E -> B K T
+
+    def values_of(weights: Tensor) -> Tensor:
+        return (weights.transpose(1, 2)[..., None] * v).sum(1)  # B K T -> B K V
+
+    scores = [torch.stack([scores_of(q_BKE) for q_BKE in q_BKGE.unbind(2)], 2) for q_BKGE in q_BSKGE.unbind(1)]
+    scores_BKGST = torch.stack(scores, 3)
+    weights_BKGST = _once(masked_softmax(scores_BKGST, q.shape[-1], softmax_scale, see, softcap, sinks))
+    o = [torch.stack([values_of(w_BKT) for w_BKT in w_BKGT.unbind(2)], 2) for w_BKGT in weights_BKGST.unbind(3)]
+    o_BSHV = torch.stack(o, 1).flatten(2, 3)
+    return o_BSHV.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(dtype)
 
 
 @_op
@@ -177,9 +156,8 @@ def core_attention(
     """As `functional.core.core_attention`, in fp32 for half precision too."""
     see = visible(q_positions=q_positions, k_positions=k_positions, **rules)
     q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
-    if kv_index is not None:
-        k, v = k.index_select(2, kv_index), v.index_select(2, kv_index)
-    q_BHSE, k_BKTE, v_BKTV = (_wide(x).transpose(1, 2) for x in (q, k, v))
+    k, v, _ = grouped(q, k, v, kv_index)
+    q_BHSE, k_BKTE, v_BKTV = (wide(x).transpose(1, 2) for x in (q, k, v))
     o_BHSV = tnf.scaled_dot_product_attention(
         q_BHSE, k_BKTE, v_BKTV, attn_mask=see, scale=softmax_scale, enable_gqa=True
     )
@@ -187,11 +165,39 @@ def core_attention(
     return o_BSHV if see is None else o_BSHV.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _once(x: Tensor) -> Tensor:
     """x, computed once: as a part of the loop over a weight it would be computed again for each of its rows. The
     compiler does not look through a view of explicit strides."""
     return x.as_strided(x.shape, x.stride())
+
+
+def _gemv(call: Call) -> str | None:
+    x = call.arguments["x"]
+    weights = call.arguments.get("weights") or [call.arguments[n] for n in ("gate", "up") if n in call.arguments]
+    if (tokens := x.shape[:-1].numel()) > MOST_TOKENS:
+        return f"{tokens} tokens, at most {MOST_TOKENS}"
+    return None if all(w.stride(-1) == 1 for w in weights) else "a weight that lies by columns"
+
+
+def _one_pass(call: Call) -> str | None:
+    q, k = call.arguments["q"], call.arguments["k"]
+    queries = q.shape[1] * (1 if call.arguments["kv_index"] is not None else q.shape[2] // k.shape[2])
+    return f"{queries} queries a key, at most {MOST_TOKENS}" if queries > MOST_TOKENS else None
+
+
+def _flash(call: Call) -> str | None:
+    given = [name for name in ("softcap", "sinks") if call.arguments[name] is not None]
+    if given:
+        return f"{given[0]} is not supported"
+    # torch would compute it by another of its kernels, which writes all scores to memory.
+    return None if call.arguments["q"].shape[-1] == call.arguments["v"].shape[-1] else "keys and values differ in width"
+
+
+_ops = getattr(torch.ops, _NAMESPACE)
+CPU_KERNELS = (
+    Kernel("gemv", "norm_linear", _ops.norm_linear.default, _gemv),
+    Kernel("gemv", "gated_mlp", _ops.gated_mlp.default, _gemv),
+    Kernel("gemv", "plain_mlp", _ops.plain_mlp.default, _gemv),
+    Kernel("one_pass", "decode_attention", _ops.decode_attention.default, _one_pass),
+    Kernel("flash", "core_attention", _ops.core_attention.default, _flash),
+)

@@ -62,19 +62,20 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
     caching: Any = torch.compiler.config
     symbolic: Any = _config
     tag = f"{caching.cache_key_tag} meshfn {_digest()}"
-    # Obliviousness: else a sum over a dynamic size would be compiled for sizes up to 4096, or for those above.
+    # Oblivious: a dynamic size counts as unknown. Else a sum over one is compiled, and guarded, for sizes up to 4096 or
+    # for those above.
     with caching.patch(cache_key_tag=tag), symbolic.patch(backed_size_oblivious=True):
         compiled: Any = compile_fx(graph, list(inputs))
     return compiled  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _digest() -> str:
+def _digest(root: Path = Path(__file__).parents[1]) -> str:
     """Of the text of this package. The compiler's cache on disk knows a primitive by its name alone, and would serve
     what an earlier version of its function was compiled to."""
     digest = hashlib.sha256()
-    for folder in ("functional", "programs"):
-        for path in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
+    for room in sorted(init.parent for init in root.glob("*/__init__.py") if init.parent.name != "tests"):
+        for path in sorted(room.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -175,8 +176,9 @@ def longest_sum(device: torch.device) -> int | None:
         return None
     from torch._inductor.codegen.cpp import CppKernel
 
-    # torch 2.11 decides by the size it is shown, and not by what may come.
-    return None if "guard_or_false" in inspect.getsource(CppKernel.need_use_acc_helper) else 4096
+    # torch 2.11 decides by the size it is shown first, and guards it.
+    method = getattr(CppKernel, "need_use_acc_helper", None)
+    return 4096 if method is not None and "check_leq" in inspect.getsource(method) else None
 
 
 def compiler_problem(device: torch.device) -> str | None:

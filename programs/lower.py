@@ -7,66 +7,22 @@ call, the node becomes the kernel's op; elsewhere it stays, decomposes into its 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from torch import fx
 
 from ..functional.primitive import NAMESPACE, PRIMITIVES
-from .cpu import CPU_OPS, few_queries, few_rows, flash
-from .dynamo import is_operator, op_name, region_of, value_of
+from .cpu import CPU_KERNELS
+from .dynamo import op_name, region_of, value_of
+from .kernel import Call, Kernel
 from .sizes import Target
 
-__all__ = ["KERNELS", "Call", "Kernel", "choose", "lower", "primitive_name", "walk", "with_table"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a primitive, as a kernel's `supports` sees it. arguments: all of them by name, defaults filled in;
-    tensors are fakes with shapes, dtypes and strides."""
-
-    primitive: str
-    arguments: Mapping[str, Any]
-    target: Target
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """An entry of the table.
-
-    primitive: the name it serves, such as "gated_mlp". op: takes the primitive's arguments and returns its results,
-        an op such as `torch.ops.mylib.gated.default`, which the compiler takes as it is.
-    supports: None for a call it can compute, else the reason why not, in a few words.
-    """
-
-    name: str
-    primitive: str
-    op: Callable[..., Any]
-    supports: Callable[[Call], str | None] = field(default=lambda call: None)
-
-    def __post_init__(self) -> None:
-        if not is_operator(self.op):
-            raise TypeError(
-                f"Kernel({self.name}): op must be an operator of torch.ops, not {type(self.op).__name__}\n"
-                "    fix: register it with torch.library and pass torch.ops.<namespace>.<name>.default"
-            )
+__all__ = ["KERNELS", "choose", "lower", "primitive_name", "walk", "with_table"]
 
 
 # device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.
-KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType(
-    {
-        "cpu": (
-            Kernel("rows", "norm_linear", CPU_OPS["norm_linear"], few_rows),
-            Kernel("rows", "gated_mlp", CPU_OPS["gated_mlp"], few_rows),
-            Kernel("rows", "plain_mlp", CPU_OPS["plain_mlp"], few_rows),
-            Kernel("rows", "decode_attention", CPU_OPS["decode_attention"], few_queries),
-            Kernel("flash", "core_attention", CPU_OPS["core_attention"], flash),
-        ),
-        "cuda": (),
-    }
-)
+KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType({"cpu": CPU_KERNELS, "cuda": ()})
 
 
 def with_table(target: Target, extra: Sequence[Kernel]) -> tuple[Kernel, ...]:

@@ -17,7 +17,8 @@ from ..functional.shapes import check_positive
 from . import dynamo
 from .generate import Generation, Streamer, Timings, assemble, now, run_decode
 from .graph import Graph, LeafPaths
-from .lower import Kernel, lower, with_table
+from .kernel import Kernel
+from .lower import lower, with_table
 from .model import Model
 from .prompts import Prompts, cut, end_tokens, read_prompts, repeated
 from .report import Plan, make_plan
@@ -95,9 +96,10 @@ class Program:
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.device, self.dtype = device, dtype
         self.target = Target(device.type, dtype, _arch(device))
-        # Kernels are put into compiled graphs alone. Those of a user must be seen to do what the plan says.
         self.kernels = with_table(self.target, kernels) if compiled else ()
-        self._plan_first = bool(kernels) or strict
+        # Tracing a plan takes seconds. A build that is strict, or was given kernels, is held to it; those of the table
+        # are held to it by our tests.
+        self._held_to_plan = bool(kernels) or strict
         self.build_seconds = 0.0
         self._weights = Weights(model.params, model.config, device, dtype)
         self._reads: dict[int, tuple[Tensor, ...]] = {}
@@ -125,8 +127,8 @@ class Program:
         return self._plan
 
     def planned_left(self, phase: str) -> list[str] | None:
-        """The planned list of primitives without a kernel; None where no plan has been made."""
-        return None if self._plan is None or phase not in self._plan.phases else self._plan.phases[phase].left
+        """The primitives that the plan leaves without a kernel; None where the build is not held to it."""
+        return self.plan.phases[phase].left if self._held_to_plan and phase in self.plan.phases else None
 
     def __repr__(self) -> str:
         return str(self.plan)
@@ -142,7 +144,7 @@ class Program:
 
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache."""
-        if self._plan_first:
+        if self._held_to_plan:
             _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
         with self._alone():
             start = now(self.device)

@@ -18,7 +18,8 @@ from .. import functional as F
 from ..functional import tree
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
-from .lower import Kernel, choose, keys_and_values, lower, primitive_name
+from .kernel import Kernel
+from .lower import choose, keys_and_values, lower, primitive_name
 from .model import Model
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -118,7 +119,7 @@ class Plan:
                     cells = [r.names.ljust(widths[0]), r.op.ljust(widths[1]), r.shape.ljust(widths[2])]
                     read = f"reads    {size_text(r.reads):>10}" if r.reads else " " * 19
                     read = f"reads <= {size_text(r.context):>10}" if r.context else read
-                    kernel = r.kernel if self.compiled else r.kernel.replace("compiler", "eager", 1)
+                    kernel = r.kernel if self.compiled else "eager"
                     lines.append(f"    {'  '.join(cells)}  {read}  {kernel}".rstrip())
         return "\n".join(
             [

@@ -30,22 +30,22 @@ DTYPES = ("float32", "bfloat16")
 
 # %%
 class Engine:
-    """One of `peers.ENGINES` in a process, with a compile cache of its own."""
+    """One of `_engines.ENGINES` in a process, with a compile cache of its own."""
 
     def __init__(
         self,
         name: str,
-        source: Path,
+        source: Path | str,
         dtype: str,
         batch: int,
         cache: Path,
         python: str = sys.executable,
         **environment: str,
     ) -> None:
-        peers = Path(__file__).with_name("peers.py")
-        command = [python, str(peers), name, str(source), dtype, str(batch)]
+        script = Path(__file__).with_name("_engines.py")
+        command = [python, str(script), name, str(source), dtype, str(batch), str(torch.get_num_threads())]
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
-        # What it says otherwise, for the case that it ends.
+        # Its stderr, shown if it dies.
         self.noise = tempfile.TemporaryFile("w+")  # noqa: SIM115
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.noise}
         self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
@@ -83,22 +83,22 @@ def bandwidth() -> float:
     return bandwidths[-1]
 
 
-def in_turn(engines: list[Engine], *command: Any) -> dict[str, list[float]]:
-    """Seconds by engine, and under "bandwidth" bytes a second, of `REPEATS` rounds after one that is not counted."""
-    found: dict[str, list[float]] = {"bandwidth": []}
+def in_turn(engines: list[Engine], *command: Any) -> tuple[list[float], dict[str, list[float]]]:
+    """Bytes a second, and seconds by engine, of `REPEATS` rounds after one that is not counted."""
+    rates, found = [], {engine.name: list[float]() for engine in engines}
     for i in range(REPEATS + 1):
         rate = bandwidth()
         times = {engine.name: engine(*command) for engine in engines}
         if i:
-            found["bandwidth"].append(rate)
+            rates.append(rate)
             for name, seconds in times.items():
-                found.setdefault(name, []).append(seconds)
-    return found
+                found[name].append(seconds)
+    return rates, found
 
 
-def show(title: str, found: dict[str, list[float]], tokens: int, reads: float = 0.0) -> None:
+def show(title: str, timed: tuple[list[float], dict[str, list[float]]], tokens: int, reads: float = 0.0) -> None:
     """A line an engine: tokens a second, and meshfn's ratio to it, from each round's pair."""
-    rates = found.pop("bandwidth")
+    rates, found = timed
     print(f"\n{title}")
     for name, times in found.items():
         ratio = statistics.median(other / own for own, other in zip(found["meshfn"], times, strict=True))
@@ -141,15 +141,15 @@ def gguf_file(target: Path, dtype: str) -> Path:
 
 
 def builds(folder: Path, scratch: Path) -> tuple[Engine, Engine]:
-    """Builds with an empty compile cache and with a warm one, and the static cache's compile."""
-    cold = Engine("meshfn", Path("smollm2-135m"), "float32", 1, scratch / "meshfn")
+    """Print builds with an empty compile cache and a warm one, and memory -> the two engines that were built."""
+    cold = Engine("meshfn", "smollm2-135m", "float32", 1, scratch / "meshfn")
     cold.close()
     ours = Engine("meshfn", folder, "float32", 1, scratch / "meshfn")
     static = Engine("static", folder, "float32", 1, scratch / "static")
     seconds = [cold.info["build"], ours.info["build"], static.info["build"]]
     print("\nbuild, float32, batch 1: prefill and decode; transformers' static cache compiles its decode step alone")
     for name, found in zip(("meshfn, empty cache", "meshfn, warm cache", "static, empty cache"), seconds, strict=True):
-        print(f"  {name:20}{found:7.1f} s   {found / seconds[2]:.2f} of the last")
+        print(f"  {name:20}{found:7.1f} s   {found / seconds[2]:.2f} of transformers' compile")
     info = ours.info
     ratio = info["tensors"] / (info["weights"] + info["cache"])
     print(
@@ -189,15 +189,15 @@ def main(llama: str | None) -> None:
         pair = engines["float32"][:2]
         base: dict[str, float] = {}
         for context in (128, 1024, 4096 - STEPS):
-            found = in_turn(pair, "decode", context, STEPS)
-            added = 1e3 * pair[0].info["slot"] * context / statistics.median(found["bandwidth"])
+            rates, found = in_turn(pair, "decode", context, STEPS)
+            added = 1e3 * pair[0].info["slot"] * context / statistics.median(rates)
             cells = [f"{engine.name} {1e3 * statistics.median(found[engine.name]):.1f}" for engine in pair]
             print(f"  {context:5}   {'   '.join(cells)}   (+{added:.1f})")
             base.setdefault("first", statistics.median(found["meshfn"]))
 
         # One thread: with two, they would wait for each other at every loop, which is no time of the host's.
         host = Engine("host", folders["float32"], "float32", 1, scratch / "host", OMP_NUM_THREADS="1")
-        times = sorted(host("decode", SHORT, 8 * STEPS) for _ in range(REPEATS + 1))[:-1]
+        times = sorted([host("decode", SHORT, 8 * STEPS) for _ in range(REPEATS + 1)][1:])
         seconds = statistics.median(times)
         print(
             f"\nhost time a step (as many layers, nothing to compute): {1e3 * seconds:.2f} ms "

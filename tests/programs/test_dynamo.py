@@ -71,6 +71,39 @@ def test_another_text_of_ours_is_compiled_anew(monkeypatch, tmp_path):
     assert hits == [0, 1, 0]
 
 
+def test_the_digest_is_of_all_our_rooms(tmp_path):
+    digest = dynamo._digest.__wrapped__
+    found = {digest(tmp_path)}
+    for room in ("functional", "sharding", "programs/families"):
+        (tmp_path / room).mkdir(parents=True)
+        (tmp_path / room.partition("/")[0] / "__init__.py").touch()
+        for text in ("one", "other"):
+            (tmp_path / room / "file.py").write_text(text)
+            found.add(digest(tmp_path))
+    assert len(found) == 7
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").write_text("no part of it")
+    assert digest(tmp_path) in found
+
+
+def test_one_graph_sums_over_few_and_over_many():
+    """Inductor writes a sum of more than 4096 numbers in another way."""
+    longest = dynamo.longest_sum(torch.device("cpu"))
+    assert longest in (None, 4096)
+    compiles = []
+
+    def backend(graph, inputs):
+        compiles.append(1)
+        return dynamo.inductor(graph, inputs)
+
+    base = torch.randn(3, 9000)
+    fn = dynamo.compile_with(lambda x: x.sum(-1), backend)
+    for n in (32, 4096, *((4097, 8999) if longest is None else ())):
+        x = dynamo.dynamic_size(base[:, :n], 1, max=longest or 8999)
+        torch.testing.assert_close(fn(x), x.sum(-1), rtol=1e-4, atol=1e-4)
+    assert compiles == [1]
+
+
 def test_the_compiler_is_found():
     assert dynamo.compiler_problem(torch.device("cpu")) is None
 

@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.programs import dynamo
+from meshfn.programs.cpu import MOST_TOKENS
 from meshfn.programs.lower import lower, primitive_name, walk
 from meshfn.programs.sizes import Sizes, Target
 from meshfn.programs.steps import make_steps, packed
@@ -45,8 +46,8 @@ def test_lowered_program_calls_the_kernel_where_it_is_supported(monkeypatch):
     monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
     model = ours(llama())
     calls.clear()
-    program = programs.build(model, batch=2, max_len=20, chunk=5, kernels=[KERNEL])
-    plain = programs.build(model, batch=2, max_len=20, chunk=5, compile=False)
+    program = programs.build(model, batch=2, max_len=20, chunk=MOST_TOKENS, kernels=[KERNEL])
+    plain = programs.build(model, batch=2, max_len=20, chunk=MOST_TOKENS, compile=False)
     calls.clear()
     got = program.generate([[1, 2, 3, 4, 5], [6]], max_new_tokens=5)
     assert got.tokens == plain.generate([[1, 2, 3, 4, 5], [6]], max_new_tokens=5).tokens
@@ -59,7 +60,7 @@ def test_lowered_program_calls_the_kernel_where_it_is_supported(monkeypatch):
         if row.op == "gated_mlp"
     }
     assert rows == {
-        ("prefill", "gated_mlp"): ("compiler (test_gated: S is 5, not 1; rows: 10 rows, at most 8)", False),
+        ("prefill", "gated_mlp"): ("compiler (test_gated: S is 8, not 1; gemv: 16 tokens, at most 8)", False),
         ("decode", "gated_mlp"): ("test_gated", True),
     }
 
@@ -92,9 +93,9 @@ sample_advance (sample_advance): compiler (no cpu kernel)""",
 
 def test_strict_lists_every_reason():
     with pytest.raises(ValueError, match="no kernel for") as error:
-        programs.build(ours(llama()), max_len=16, chunk=9, strict=True, kernels=[KERNEL])
+        programs.build(ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, strict=True, kernels=[KERNEL])
     text = str(error.value)
-    assert "prefill h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; rows: 9 rows, at most 8)" in text
+    assert "prefill h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; gemv: 9 tokens, at most 8)" in text
     assert "decode h_BSF" not in text
 
 
@@ -145,10 +146,10 @@ def test_one_layer_that_lies_otherwise_has_its_own_region(monkeypatch):
 def test_strict_holds_for_score_too(monkeypatch):
     """Its graph is compiled at its first use, long after the others were checked."""
     monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
-    program = programs.build(ours(llama()), max_len=16, chunk=9, kernels=[KERNEL])
+    program = programs.build(ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, kernels=[KERNEL])
     program.strict = True
     with pytest.raises(Exception, match="no kernel in score for") as error:
         program.score([[1, 2, 3]])
-    assert "h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; rows: 9 rows, at most 8)" in str(error.value)
+    assert "h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; gemv: 9 tokens, at most 8)" in str(error.value)
     program.strict = False
     assert len(program.score([[1, 2, 3]])[0]) == 2

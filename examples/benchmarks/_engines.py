@@ -1,6 +1,7 @@
 """An engine in a process of its own, for `decode.py`: told what to run by JSON lines, it answers in JSON lines.
 
-python peers.py ENGINE SOURCE DTYPE BATCH     ENGINE: a key of `ENGINES`. SOURCE: a folder, for llama.cpp a GGUF file.
+python _engines.py ENGINE SOURCE DTYPE BATCH THREADS
+ENGINE: a key of `ENGINES`. SOURCE: what `programs.load` takes; for llama.cpp a GGUF file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def prompts(batch: int, length: int) -> list[list[int]]:
 
 
 class Meshfn:
-    """A program. info: what its plan says, and bytes of all tensors after loading and building."""
+    """A program. info: seconds of its build; bytes of weights and of cache, of weights and of cache for each token that
+    a step reads, of all tensors after loading and building, and by which the process grew while it read the file."""
 
     def __init__(self, source: str, dtype: str, batch: int) -> None:
         import torch
@@ -127,8 +129,7 @@ class Llama:
     def __init__(self, source: str, dtype: str, batch: int) -> None:
         from llama_cpp import Llama as Model
 
-        # Two threads for decode and for prompts, as torch has them here.
-        self.model = Model(source, n_ctx=MAX_LEN, n_threads=2, n_threads_batch=2, verbose=False)
+        self.model = Model(source, n_ctx=MAX_LEN, n_threads=THREADS, n_threads_batch=THREADS, verbose=False)
         self.info: dict[str, float] = {}
 
     def prefill(self, tokens: int) -> float:
@@ -168,7 +169,8 @@ ENGINES = {"meshfn": Meshfn, "host": Host, "transformers": Transformers, "static
 
 if __name__ == "__main__":
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
-    name, source, dtype, batch = sys.argv[1:]
+    name, source, dtype, batch, threads = sys.argv[1:]
+    THREADS = int(threads)  # torch has its number from the environment
     engine = ENGINES[name](source, dtype, int(batch))
     print(json.dumps(engine.info), file=answers, flush=True)
     for line in sys.stdin:
