@@ -112,31 +112,31 @@ decode   B=2 S=1 T<=1024
   before the layers
     x                       embedding         2 1 48    reads         384 B  compiler
   layers[0,2] x2
-    q k v                   norm_linear       2 1 60    reads      18.9 KiB  rows
+    q k v                   norm_linear       2 1 60    reads      18.9 KiB  gemv
     k_BSKE                  apply_rope        2 1 2 10                       compiler (no cpu kernel)
     q_BSHE                  apply_rope        2 1 6 10                       compiler (no cpu kernel)
-    o_BSHV                  decode_attention  2 1 6 10  reads <=   12.5 KiB  rows
-    out_BSD                 norm_linear       2 1 48    reads      11.2 KiB  rows
+    o_BSHV                  decode_attention  2 1 6 10  reads <=   12.5 KiB  one_pass
+    out_BSD                 norm_linear       2 1 48    reads      11.2 KiB  gemv
     out_BSD                 normalize         2 1 48    reads         192 B  compiler (no cpu kernel)
-    h_BSF                   gated_mlp         2 1 40    reads      15.2 KiB  rows
-    out_BSD                 norm_linear       2 1 48    reads       7.5 KiB  rows
+    h_BSF                   gated_mlp         2 1 40    reads      15.2 KiB  gemv
+    out_BSD                 norm_linear       2 1 48    reads       7.5 KiB  gemv
     out_BSD                 normalize         2 1 48    reads         192 B  compiler (no cpu kernel)
     cache.k                 write             2 1 2 10                       compiler
     cache.v                 write             2 1 2 10                       compiler
   layers[1,3] x2
-    q k v                   norm_linear       2 1 60    reads      18.9 KiB  rows
+    q k v                   norm_linear       2 1 60    reads      18.9 KiB  gemv
     k_BSKE                  apply_rope        2 1 2 10                       compiler (no cpu kernel)
     q_BSHE                  apply_rope        2 1 6 10                       compiler (no cpu kernel)
-    o_BSHV                  decode_attention  2 1 6 10  reads <=  320.0 KiB  rows
-    out_BSD                 norm_linear       2 1 48    reads      11.2 KiB  rows
+    o_BSHV                  decode_attention  2 1 6 10  reads <=  320.0 KiB  one_pass
+    out_BSD                 norm_linear       2 1 48    reads      11.2 KiB  gemv
     out_BSD                 normalize         2 1 48    reads         192 B  compiler (no cpu kernel)
-    h_BSF                   gated_mlp         2 1 40    reads      15.2 KiB  rows
-    out_BSD                 norm_linear       2 1 48    reads       7.5 KiB  rows
+    h_BSF                   gated_mlp         2 1 40    reads      15.2 KiB  gemv
+    out_BSD                 norm_linear       2 1 48    reads       7.5 KiB  gemv
     out_BSD                 normalize         2 1 48    reads         192 B  compiler (no cpu kernel)
     cache.k                 write             2 1 2 10                       compiler
     cache.v                 write             2 1 2 10                       compiler
   after the layers
-    logits_Z                norm_linear       2 97      reads      18.4 KiB  rows
+    logits_Z                norm_linear       2 97      reads      18.4 KiB  gemv
     token logprob position  sample_advance    2                              compiler (no cpu kernel)
 
 a decode step reads 231.8 KiB of weights and at most 665.0 KiB of cache

@@ -28,34 +28,34 @@ prefill   B=1 S=256 T<=1024
   before the layers
     x                       embedding       1 256 576   reads     576.0 KiB  compiler
   layers[0..29] x30
-    q k v                   norm_linear     1 256 576   reads       2.1 MiB  compiler (rows: 256 rows, at most 8)
+    q k v                   norm_linear     1 256 576   reads       2.1 MiB  compiler (gemv: 256 tokens, at most 8)
     k_BSKE                  apply_rope      1 256 3 64                       compiler (no cpu kernel)
     q_BSHE                  apply_rope      1 256 9 64                       compiler (no cpu kernel)
     o_BSHV                  core_attention  1 256 9 64  reads <=    1.5 MiB  flash
-    out_BSD                 norm_linear     1 256 576   reads       1.3 MiB  compiler (rows: 256 rows, at most 8)
-    h_BSF                   gated_mlp       1 256 1536  reads       6.8 MiB  compiler (rows: 256 rows, at most 8)
-    out_BSD                 norm_linear     1 256 576   reads       3.4 MiB  compiler (rows: 256 rows, at most 8)
+    out_BSD                 norm_linear     1 256 576   reads       1.3 MiB  compiler (gemv: 256 tokens, at most 8)
+    h_BSF                   gated_mlp       1 256 1536  reads       6.8 MiB  compiler (gemv: 256 tokens, at most 8)
+    out_BSD                 norm_linear     1 256 576   reads       3.4 MiB  compiler (gemv: 256 tokens, at most 8)
     cache.k                 write           1 256 3 64                       compiler
     cache.v                 write           1 256 3 64                       compiler
   after the layers
-    logits_Z                norm_linear     1 49152     reads     108.0 MiB  rows
+    logits_Z                norm_linear     1 49152     reads     108.0 MiB  gemv
     token logprob position  sample_advance  1                                compiler (no cpu kernel)
 
 decode   B=1 S=1 T<=1024
   before the layers
     x                       embedding         1 1 576   reads       2.2 KiB  compiler
   layers[0..29] x30
-    q k v                   norm_linear       1 1 576   reads       2.1 MiB  rows
+    q k v                   norm_linear       1 1 576   reads       2.1 MiB  gemv
     k_BSKE                  apply_rope        1 1 3 64                       compiler (no cpu kernel)
     q_BSHE                  apply_rope        1 1 9 64                       compiler (no cpu kernel)
-    o_BSHV                  decode_attention  1 1 9 64  reads <=    1.5 MiB  rows
-    out_BSD                 norm_linear       1 1 576   reads       1.3 MiB  rows
-    h_BSF                   gated_mlp         1 1 1536  reads       6.8 MiB  rows
-    out_BSD                 norm_linear       1 1 576   reads       3.4 MiB  rows
+    o_BSHV                  decode_attention  1 1 9 64  reads <=    1.5 MiB  one_pass
+    out_BSD                 norm_linear       1 1 576   reads       1.3 MiB  gemv
+    h_BSF                   gated_mlp         1 1 1536  reads       6.8 MiB  gemv
+    out_BSD                 norm_linear       1 1 576   reads       3.4 MiB  gemv
     cache.k                 write             1 1 3 64                       compiler
     cache.v                 write             1 1 3 64                       compiler
   after the layers
-    logits_Z                norm_linear       1 49152   reads     108.0 MiB  rows
+    logits_Z                norm_linear       1 49152   reads     108.0 MiB  gemv
     token logprob position  sample_advance    1                              compiler (no cpu kernel)
 
 a decode step reads 513.1 MiB of weights and at most 45.0 MiB of cache
