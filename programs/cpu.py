@@ -167,7 +167,9 @@ def core_attention(
 
 def _once(x: Tensor) -> Tensor:
     """x, computed once: as a part of the loop over a weight it would be computed again for each of its rows. The
-    compiler does not look through a view of explicit strides."""
+    compiler does not look through a view of explicit strides; and since that takes them for those of memory, it may not
+    be a view of a view."""
+    x = x.clone(memory_format=torch.contiguous_format)
     return x.as_strided(x.shape, x.stride())
 
 

@@ -27,8 +27,7 @@ class Kernel:
     """An entry of the table.
 
     primitive: the name it serves, such as "gated_mlp". op: takes the primitive's arguments and returns its results,
-        an op such as `torch.ops.mylib.gated.default`, which the compiler takes as it is. Its cache on disk knows an op
-        by its name: one made of torch's operations (CompositeImplicitAutograd) needs a new name when it changes.
+        an op such as `torch.ops.mylib.gated.default`, which the compiler takes as it is.
     supports: None for a call it can compute, else the reason why not, in a few words.
     """
 

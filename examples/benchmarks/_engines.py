@@ -129,7 +129,10 @@ class Llama:
     def __init__(self, source: str, dtype: str, batch: int) -> None:
         from llama_cpp import Llama as Model
 
-        self.model = Model(source, n_ctx=MAX_LEN, n_threads=THREADS, n_threads_batch=THREADS, verbose=False)
+        given = {"n_ctx": MAX_LEN, "n_threads": THREADS, "n_threads_batch": THREADS, "verbose": False}
+        if dtype == "float32":
+            given |= {"type_k": 0, "type_v": 0}  # a cache in fp32, where its own default is fp16
+        self.model = Model(source, **given)
         self.info: dict[str, float] = {}
 
     def prefill(self, tokens: int) -> float:

@@ -130,7 +130,10 @@ def kernels(plan, phase):
 
 def test_the_plan_says_where_they_are_used():
     model = ours(llama())
-    assert_expected_inline(kernels(programs.plan(model, chunk=16), "prefill"), """\
+    plan = programs.plan(model, batch=MOST_TOKENS, chunk=2)
+    assert_expected_inline(
+        kernels(plan, "prefill"),
+        """\
 embedding        compiler
 norm_linear      compiler (gemv: 16 tokens, at most 8)
 apply_rope       compiler (no cpu kernel)
@@ -142,8 +145,11 @@ norm_linear      compiler (gemv: 16 tokens, at most 8)
 write            compiler
 write            compiler
 norm_linear      gemv
-sample_advance   compiler (no cpu kernel)""")
-    assert_expected_inline(kernels(programs.plan(model, batch=MOST_TOKENS), "decode"), """\
+sample_advance   compiler (no cpu kernel)""",
+    )
+    assert_expected_inline(
+        kernels(plan, "decode"),
+        """\
 embedding        compiler
 norm_linear      gemv
 apply_rope       compiler (no cpu kernel)
@@ -155,7 +161,8 @@ norm_linear      gemv
 write            compiler
 write            compiler
 norm_linear      gemv
-sample_advance   compiler (no cpu kernel)""")
+sample_advance   compiler (no cpu kernel)""",
+    )
     many = kernels(programs.plan(model, batch=MOST_TOKENS + 1), "decode")
     assert many.count("compiler (gemv: 9 tokens, at most 8)") == 5
     assert "core_attention   compiler (flash: softcap is not supported)" in kernels(
@@ -213,6 +220,35 @@ def test_weights_that_lie_by_columns_are_left_to_the_compiler():
     text = kernels(programs.plan(ours(module)), "decode")
     assert "compiler (gemv: a weight that lies by columns)" in text
     assert text.count("gemv:") == 1
+
+
+def test_compiled_as_eager():
+    """What the compiler makes of views, of which it knows less than eager code: sinks cut from a softmax, parts of an
+    activation, keys read from a longer cache."""
+    q, k, v = torch.randn(2, 1, 6, 5), torch.randn(2, 40, 2, 5), torch.randn(2, 40, 2, 5)
+    q_positions, k_positions = torch.tensor([[17], [5]]), torch.arange(19).expand(2, 19).contiguous()
+    sinks, x, weight = torch.randn(6), torch.randn(2, 1, 2, 16), torch.randn(7, 16)
+    rules = ({}, {"sinks": True}, {"sinks": True, "softcap": 2.0, "window": 4}, {"window": 3})
+
+    def attentions(attention, q, k, v, sinks):
+        k, v = k.narrow(1, 0, 19), v.narrow(1, 0, 19)
+        positions = {"q_positions": q_positions, "k_positions": k_positions}
+        given = [{**rule, **({"sinks": sinks} if "sinks" in rule else {})} for rule in rules]
+        return [attention(q * 2, k, v, **positions, **each) for each in given]
+
+    def products(linear, x, weight):
+        parts = ((x * 2).unbind(2)[1], (x + 1).transpose(0, 2)[1], (x.transpose(0, 2) * 2)[1:], x[:, :, 1], x[1])
+        return [linear(part, None, [weight], [None])[0] for part in parts]
+
+    def kernels(q, k, v, sinks, x, weight):
+        found = attentions(CPU.decode_attention.default, q, k, v, sinks)
+        return [*found, *products(CPU.norm_linear.default, x, weight)]
+
+    wanted = [*attentions(F.decode_attention, q, k, v, sinks), *products(F.norm_linear, x, weight)]
+    with torch.no_grad():
+        found = dynamo.compile_with(kernels, dynamo.inductor)(q, k, v, sinks, x, weight)
+    for got, plain in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_the_token_is_the_largest_of_the_logits_as_stored():

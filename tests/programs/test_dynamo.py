@@ -71,6 +71,23 @@ def test_another_text_of_ours_is_compiled_anew(monkeypatch, tmp_path):
     assert hits == [0, 1, 0]
 
 
+def test_somebody_else_s_composite_op_is_compiled_anew(monkeypatch, tmp_path):
+    """Its text may have changed, and the cache on disk knows its name alone."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    library = torch.library.Library("nobody", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+    body = dynamo.region(lambda x: torch.ops.nobody.twice.default(x) + 1, "nobody_s", lambda x: 0)
+    hits = []
+    for fn in (torch.ops.nobody.twice.default, lambda x: body(body(x))):
+        for _ in range(2):
+            counters.clear()
+            compiled = dynamo.compile_with(lambda x, fn=fn: fn(x).sin(), dynamo.inductor)
+            torch.testing.assert_close(compiled(torch.ones(3)), fn(torch.ones(3)).sin())
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0] * 4
+
+
 def test_the_digest_is_of_all_our_rooms(tmp_path):
     digest = dynamo._digest.__wrapped__
     found = {digest(tmp_path)}
