@@ -7,6 +7,8 @@ of a plain sum; and with no call in the way, all loops of a layer become one fun
 
 `one_pass` is the attention of a decode step in the same way: it reads keys and values once, whatever queries they have.
 
+`onednn` is a library's product of many tokens in fp32, faster here than the one that torch takes.
+
 `flash` is torch's attention, for prefill: it keeps a block of scores in the processor's cache.
 
 Letters: N tokens of x, D width, B batch, S query tokens, T key tokens, H query heads, K key/value heads, G query heads
@@ -26,6 +28,7 @@ from .. import functional as F
 from ..functional.core import grouped, masked_softmax, present, visible, wide
 from ..functional.primitive import PRIMITIVES
 from .kernel import Call, Kernel
+from .onednn import available, onednn_linear
 
 __all__ = ["CPU_KERNELS", "MOST_TOKENS"]
 
@@ -38,66 +41,74 @@ _NAMESPACE = "meshfn_cpu"
 _library = torch.library.Library(_NAMESPACE, "DEF")
 
 
-def _op(fn: Callable[P, R]) -> Callable[P, R]:
-    """Register as `torch.ops.meshfn_cpu.<name>`, with the arguments of the primitive of the same name."""
+def _op(fn: Callable[P, R], prefix: str = "") -> Callable[P, R]:
+    """Register as `torch.ops.meshfn_cpu.<prefix><name>`, with the arguments of the primitive of that name."""
     name = fn.__name__
-    _library.define(name + torch.library.infer_schema(PRIMITIVES[name], mutates_args=()))
-    _library.impl(name, fn, "CompositeImplicitAutograd")
+    _library.define(prefix + name + torch.library.infer_schema(PRIMITIVES[name], mutates_args=()))
+    _library.impl(prefix + name, fn, "CompositeImplicitAutograd")
     return fn
 
 
-@_op
-def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    *,
-    norm_bias: Tensor | None = None,
-    **norm: Any,
-) -> list[Tensor]:
-    """As `functional.norm_linear`."""
-    if norm_weight is not None:
-        x = F.normalize(x, norm_weight, norm_bias, **norm)
-    x_ND = _once(wide(x.reshape(-1, x.shape[-1])))
-    found = []
-    for weight, bias in zip(weights, biases, strict=True):
-        sums = [(x_D * weight.to(x_D.dtype)).sum(-1) for x_D in x_ND.unbind()]
-        out = torch.stack(sums).to(x.dtype).reshape(*x.shape[:-1], -1)
-        found.append(out if bias is None else out + bias)
-    return found
+def _products_by(product: Callable[[Tensor, list[Tensor]], list[Tensor]], prefix: str) -> None:
+    """Register norm_linear, gated_mlp and plain_mlp, as in `functional`, over another product: tokens `N D`, weights
+    `F_i D` -> `N F_i` each."""
+
+    def norm_linear(
+        x: Tensor,
+        norm_weight: Tensor | None,
+        weights: list[Tensor],
+        biases: list[Tensor | None],
+        *,
+        norm_bias: Tensor | None = None,
+        **norm: Any,
+    ) -> list[Tensor]:
+        if norm_weight is not None:
+            x = F.normalize(x, norm_weight, norm_bias, **norm)
+        found = product(x.reshape(-1, x.shape[-1]), weights)
+        outs = [out.to(x.dtype).reshape(*x.shape[:-1], -1) for out in found]
+        return [out if bias is None else out + bias for out, bias in zip(outs, biases, strict=True)]
+
+    def gated_mlp(
+        x: Tensor,
+        norm_weight: Tensor | None,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        *,
+        activation: str = "silu",
+        **norm: Any,
+    ) -> Tensor:
+        g, u = norm_linear(x, norm_weight, [gate, up], [gate_bias, up_bias], **norm)
+        return F.ACTIVATIONS[activation](g) * u
+
+    def plain_mlp(
+        x: Tensor,
+        norm_weight: Tensor | None,
+        up: Tensor,
+        up_bias: Tensor | None = None,
+        *,
+        activation: str = "gelu",
+        **norm: Any,
+    ) -> Tensor:
+        (u,) = norm_linear(x, norm_weight, [up], [up_bias], **norm)
+        return F.ACTIVATIONS[activation](u)
+
+    for fn in (norm_linear, gated_mlp, plain_mlp):
+        _op(fn, prefix)
 
 
-@_op
-def gated_mlp(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None = None,
-    up_bias: Tensor | None = None,
-    *,
-    activation: str = "silu",
-    **norm: Any,
-) -> Tensor:
-    """As `functional.gated_mlp`."""
-    g, u = norm_linear(x, norm_weight, [gate, up], [gate_bias, up_bias], **norm)
-    return F.ACTIVATIONS[activation](g) * u
+def _by_sums(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    x_ND = _once(wide(x))
+    return [torch.stack([(x_D * w.to(x_D.dtype)).sum(-1) for x_D in x_ND.unbind()]) for w in weights]
 
 
-@_op
-def plain_mlp(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None = None,
-    *,
-    activation: str = "gelu",
-    **norm: Any,
-) -> Tensor:
-    """As `functional.plain_mlp`."""
-    (u,) = norm_linear(x, norm_weight, [up], [up_bias], **norm)
-    return F.ACTIVATIONS[activation](u)
+def _by_onednn(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [onednn_linear(x, w) for w in weights]
+
+
+_products_by(_by_sums, "")
+_products_by(_by_onednn, "onednn_")
 
 
 @_op
@@ -167,18 +178,28 @@ def core_attention(
 
 def _once(x: Tensor) -> Tensor:
     """x, computed once: as a part of the loop over a weight it would be computed again for each of its rows. The
-    compiler does not look through a view of explicit strides; and since that takes them for those of memory, it may not
-    be a view of a view."""
+    compiler does not look through a view of explicit strides; it takes them for those of the memory of x, so x is
+    given memory of its own first."""
     x = x.clone(memory_format=torch.contiguous_format)
     return x.as_strided(x.shape, x.stride())
 
 
+def _weights(call: Call) -> list[Tensor]:
+    return call.arguments.get("weights") or [call.arguments[n] for n in ("gate", "up") if n in call.arguments]
+
+
 def _gemv(call: Call) -> str | None:
-    x = call.arguments["x"]
-    weights = call.arguments.get("weights") or [call.arguments[n] for n in ("gate", "up") if n in call.arguments]
-    if (tokens := x.shape[:-1].numel()) > MOST_TOKENS:
+    if (tokens := call.arguments["x"].shape[:-1].numel()) > MOST_TOKENS:
         return f"{tokens} tokens, at most {MOST_TOKENS}"
-    return None if all(w.stride(-1) == 1 for w in weights) else "a weight that lies by columns"
+    return None if all(w.stride(-1) == 1 for w in _weights(call)) else "a weight that lies by columns"
+
+
+def _onednn(call: Call) -> str | None:
+    if not available():
+        return "this torch has none"
+    if call.arguments["x"].dtype != torch.float32:
+        return "float32 alone"  # half precision goes to oneDNN as it is
+    return None if all(w.stride(-1) == 1 for w in _weights(call)) else "a weight that lies by columns"
 
 
 def _one_pass(call: Call) -> str | None:
@@ -200,6 +221,9 @@ CPU_KERNELS = (
     Kernel("gemv", "norm_linear", _ops.norm_linear.default, _gemv),
     Kernel("gemv", "gated_mlp", _ops.gated_mlp.default, _gemv),
     Kernel("gemv", "plain_mlp", _ops.plain_mlp.default, _gemv),
+    Kernel("onednn", "norm_linear", _ops.onednn_norm_linear.default, _onednn),
+    Kernel("onednn", "gated_mlp", _ops.onednn_gated_mlp.default, _onednn),
+    Kernel("onednn", "plain_mlp", _ops.onednn_plain_mlp.default, _onednn),
     Kernel("one_pass", "decode_attention", _ops.decode_attention.default, _one_pass),
     Kernel("flash", "core_attention", _ops.core_attention.default, _flash),
 )

@@ -66,7 +66,7 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
     # Oblivious: a dynamic size counts as unknown. Else a sum over one is compiled, and guarded, for sizes up to 4096 or
     # for those above.
     with caching.patch(cache_key_tag=tag), symbolic.patch(backed_size_oblivious=True):
-        compiled: Any = compile_fx(graph, list(inputs))
+        compiled: Any = compile_fx(graph, list(inputs), config_patches={"size_asserts": False})
     return compiled  # type: ignore[no-any-return]
 
 
@@ -75,7 +75,7 @@ def _nonce(graph: fx.GraphModule) -> str:
     knows its name alone, and we do not know its text. Else nothing."""
     modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     targets = [node.target for module in modules for node in module.graph.nodes if is_operator(node.target)]
-    foreign = {op.name() for op in targets if not op.namespace.startswith("meshfn_")}
+    foreign = {op.name() for op in targets if op.namespace not in ("meshfn", "meshfn_cpu")}
     composite = "CompositeImplicitAutograd"
     known = any(torch._C._dispatch_has_kernel_for_dispatch_key(name, composite) for name in foreign)
     return f" {uuid.uuid4()}" if known else ""

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.functional.core import core_attention
-from meshfn.programs import dynamo
+from meshfn.programs import dynamo, onednn
 from meshfn.programs.cpu import MOST_TOKENS
 from torch._inductor.utils import run_and_get_code
 from torch.nn.attention import SDPBackend
@@ -63,6 +63,22 @@ def test_products_of_rows(norm, shape):
         torch.testing.assert_close(
             CPU.plain_mlp(x, weight, up, biased, **given), F.plain_mlp(x, weight, up, biased, **given)
         )
+
+
+def test_products_by_onednn():
+    """Held to what programs/onednn.py says of torch's private op, and through the primitives."""
+    assert onednn.available()
+    for tokens, width, rows in ((9, 3, 5), (64, 33, 1), (1, 1, 7)):
+        x, weight = torch.randn(tokens, width), torch.randn(rows, width + 2)[:, 1:-1]
+        exact = torch.nn.functional.linear(x.double(), weight.double())
+        torch.testing.assert_close(onednn.onednn_linear(x, weight).double(), exact, rtol=1e-5, atol=1e-5)
+    x, weight, bias, scale = torch.randn(2, 7, 12), torch.randn(9, 12), torch.randn(9), torch.randn(12)
+    for got, wanted in (
+        (CPU.onednn_norm_linear(x, scale, [weight], [bias])[0], F.norm_linear(x, scale, [weight], [bias])[0]),
+        (CPU.onednn_gated_mlp(x, scale, weight, weight, bias, None), F.gated_mlp(x, scale, weight, weight, bias, None)),
+        (CPU.onednn_plain_mlp(x, None, weight, bias), F.plain_mlp(x, None, weight, bias)),
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [4, 5])
@@ -135,13 +151,13 @@ def test_the_plan_says_where_they_are_used():
         kernels(plan, "prefill"),
         """\
 embedding        compiler
-norm_linear      compiler (gemv: 16 tokens, at most 8)
+norm_linear      onednn
 apply_rope       compiler (no cpu kernel)
 apply_rope       compiler (no cpu kernel)
 core_attention   flash
-norm_linear      compiler (gemv: 16 tokens, at most 8)
-gated_mlp        compiler (gemv: 16 tokens, at most 8)
-norm_linear      compiler (gemv: 16 tokens, at most 8)
+norm_linear      onednn
+gated_mlp        onednn
+norm_linear      onednn
 write            compiler
 write            compiler
 norm_linear      gemv
@@ -164,7 +180,9 @@ norm_linear      gemv
 sample_advance   compiler (no cpu kernel)""",
     )
     many = kernels(programs.plan(model, batch=MOST_TOKENS + 1), "decode")
-    assert many.count("compiler (gemv: 9 tokens, at most 8)") == 5
+    assert many.count("onednn") == 5
+    half = kernels(programs.plan(model, batch=MOST_TOKENS + 1, dtype=torch.bfloat16), "decode")
+    assert half.count("compiler (gemv: 9 tokens, at most 8; onednn: float32 alone)") == 5
     assert "core_attention   compiler (flash: softcap is not supported)" in kernels(
         programs.plan(programs.load(family("gemma2", num_hidden_layers=1)), chunk=16), "prefill"
     )
@@ -218,7 +236,7 @@ def test_weights_that_lie_by_columns_are_left_to_the_compiler():
     module = llama(tied=False)
     module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().T.contiguous().T)
     text = kernels(programs.plan(ours(module)), "decode")
-    assert "compiler (gemv: a weight that lies by columns)" in text
+    assert "compiler (gemv: a weight that lies by columns; onednn: a weight that lies by columns)" in text
     assert text.count("gemv:") == 1
 
 

@@ -60,7 +60,7 @@ def test_lowered_program_calls_the_kernel_where_it_is_supported(monkeypatch):
         if row.op == "gated_mlp"
     }
     assert rows == {
-        ("prefill", "gated_mlp"): ("compiler (test_gated: S is 8, not 1; gemv: 16 tokens, at most 8)", False),
+        ("prefill", "gated_mlp"): ("onednn", True),
         ("decode", "gated_mlp"): ("test_gated", True),
     }
 
@@ -93,9 +93,14 @@ sample_advance (sample_advance): compiler (no cpu kernel)""",
 
 def test_strict_lists_every_reason():
     with pytest.raises(ValueError, match="no kernel for") as error:
-        programs.build(ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, strict=True, kernels=[KERNEL])
+        programs.build(
+            ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, dtype=torch.bfloat16, strict=True, kernels=[KERNEL]
+        )
     text = str(error.value)
-    assert "prefill h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; gemv: 9 tokens, at most 8)" in text
+    assert (
+        "prefill h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; gemv: 9 tokens, at most 8; onednn: float32 alone)"
+        in text
+    )
     assert "decode h_BSF" not in text
 
 
@@ -146,10 +151,13 @@ def test_one_layer_that_lies_otherwise_has_its_own_region(monkeypatch):
 def test_strict_holds_for_score_too(monkeypatch):
     """Its graph is compiled at its first use, long after the others were checked."""
     monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
-    program = programs.build(ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, kernels=[KERNEL])
+    program = programs.build(ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, dtype=torch.bfloat16, kernels=[KERNEL])
     program.strict = True
     with pytest.raises(Exception, match="no kernel in score for") as error:
         program.score([[1, 2, 3]])
-    assert "h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; gemv: 9 tokens, at most 8)" in str(error.value)
+    assert (
+        "h_BSF (gated_mlp): compiler (test_gated: S is 9, not 1; gemv: 9 tokens, at most 8; onednn: float32 alone)"
+        in str(error.value)
+    )
     program.strict = False
     assert len(program.score([[1, 2, 3]])[0]) == 2

@@ -159,12 +159,8 @@ build: the model has no weights, it was loaded with abstract=True
     fix: load it without
 
 build(strict=True): no kernel for
-    prefill norm_linear (norm_linear): compiler (gemv: 256 tokens, at most 8)
     prefill k_BSKE (apply_rope): compiler (no cpu kernel)
     prefill q_BSHE (apply_rope): compiler (no cpu kernel)
-    prefill norm_linear_1 (norm_linear): compiler (gemv: 256 tokens, at most 8)
-    prefill h_BSF (gated_mlp): compiler (gemv: 256 tokens, at most 8)
-    prefill norm_linear_2 (norm_linear): compiler (gemv: 256 tokens, at most 8)
     prefill sample_advance (sample_advance): compiler (no cpu kernel)
     decode k_BSKE (apply_rope): compiler (no cpu kernel)
     decode q_BSHE (apply_rope): compiler (no cpu kernel)

@@ -28,13 +28,13 @@ prefill   B=1 S=256 T<=1024
   before the layers
     x                       embedding       1 256 576   reads     576.0 KiB  compiler
   layers[0..29] x30
-    q k v                   norm_linear     1 256 576   reads       2.1 MiB  compiler (gemv: 256 tokens, at most 8)
+    q k v                   norm_linear     1 256 576   reads       2.1 MiB  onednn
     k_BSKE                  apply_rope      1 256 3 64                       compiler (no cpu kernel)
     q_BSHE                  apply_rope      1 256 9 64                       compiler (no cpu kernel)
     o_BSHV                  core_attention  1 256 9 64  reads <=    1.5 MiB  flash
-    out_BSD                 norm_linear     1 256 576   reads       1.3 MiB  compiler (gemv: 256 tokens, at most 8)
-    h_BSF                   gated_mlp       1 256 1536  reads       6.8 MiB  compiler (gemv: 256 tokens, at most 8)
-    out_BSD                 norm_linear     1 256 576   reads       3.4 MiB  compiler (gemv: 256 tokens, at most 8)
+    out_BSD                 norm_linear     1 256 576   reads       1.3 MiB  onednn
+    h_BSF                   gated_mlp       1 256 1536  reads       6.8 MiB  onednn
+    out_BSD                 norm_linear     1 256 576   reads       3.4 MiB  onednn
     cache.k                 write           1 256 3 64                       compiler
     cache.v                 write           1 256 3 64                       compiler
   after the layers
