@@ -179,8 +179,8 @@ def core_attention(
 def _once(x: Tensor) -> Tensor:
     """x, computed once: as a part of the loop over a weight it would be computed again for each of its rows. The
     compiler does not look through a view of explicit strides; it takes them for those of the memory of x, so x is
-    given memory of its own first."""
-    x = x.clone(memory_format=torch.contiguous_format)
+    given memory of its own first, by negating it twice: torch 2.11 takes a mere copy out again."""
+    x = -(-x).contiguous()
     return x.as_strided(x.shape, x.stride())
 
 
