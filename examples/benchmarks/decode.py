@@ -191,13 +191,13 @@ def main(llama: str | None) -> None:
 
         print("\nmilliseconds a decode step by context, float32, batch 1; in brackets what the bytes of the cache add")
         pair = engines["float32"][:2]
-        base: dict[str, float] = {}
+        steps: list[float] = []
         for context in (128, 1024, 4096 - STEPS):
             rates, found = in_turn(memory, pair, "decode", context, STEPS)
             added = 1e3 * pair[0].info["slot"] * context / statistics.median(rates)
             cells = [f"{engine.name} {1e3 * statistics.median(found[engine.name]):.1f}" for engine in pair]
             print(f"  {context:5}   {'   '.join(cells)}   (+{added:.1f})")
-            base.setdefault("first", statistics.median(found["meshfn"]))
+            steps.append(statistics.median(found["meshfn"]))
 
         # One thread: with two, they would wait for each other at every loop, which is no time of the host's.
         host = Engine("host", folders["float32"], "float32", 1, scratch / "host", OMP_NUM_THREADS="1")
@@ -205,7 +205,7 @@ def main(llama: str | None) -> None:
         seconds = statistics.median(times)
         print(
             f"\nhost time a step (as many layers, nothing to compute): {1e3 * seconds:.2f} ms "
-            f"({1e3 * times[0]:.2f} to {1e3 * times[-1]:.2f}), {seconds / base['first']:.1%} of a step"
+            f"({1e3 * times[0]:.2f} to {1e3 * times[-1]:.2f}), {seconds / steps[0]:.1%} of a step"
         )
         for engine in (host, *engines["float32"], *engines["bfloat16"]):
             engine.close()
