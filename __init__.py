@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["functional", "programs"]
+__all__ = ["functional", "programs", "sharding"]
 
 if TYPE_CHECKING:
-    from . import functional, programs
+    from . import functional, programs, sharding
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,392 @@
+"""The one verb: `reshard(x, "B S/u (K G) E -> B S (K/u G) E", mesh, S=97, K=3)`.
+
+The pair says which move it is: an axis lost is an all-gather, `+axis` lost an all-reduce, `+axis` turned into `/axis` a
+reduce-scatter, an axis that moves from one dimension to another an all-to-all, an axis gained a local slice. Blocks are
+packed into one flat buffer before the exchange and unpacked after it, with one copy each at most; none where they
+already lie so. Backward is the move read backwards, of the same plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import moves, shards
+from .errors import SpecError
+from .functorch import inside_a_transform
+from .mesh import Mesh
+from .moves import Move, Side
+from .spec import parse_pair
+from .steps import COLLECTIVES
+from .trace import record, site
+from .transport import Call, Work
+
+__all__ = ["Pending", "launch", "reshard"]
+
+
+def reshard(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Tensor:
+    """Move a rank's shard from one layout to another.
+
+    x: this rank's shard, laid out as the left side says. pair: `"from -> to"`, one move. mesh: this rank's own.
+    sizes: the global size of every letter that is sharded on the left, `S=97`; others are read from x. Of H, K and G
+    (H = K G) two are enough.
+
+    Differentiable, any number of times. The gradient of a value that was replicated over an axis is a pending sum over
+    it (`+axis`), which nothing here adds up, scales or averages. A slice is a view of x.
+
+    Raises `SpecError` before anything moves: on every rank alike for what the pair, the mesh and the sizes say.
+    """
+    plan = _plan(x, pair, mesh, sizes)
+    if plan.move.kind not in COLLECTIVES:
+        return _local(x, plan.move)
+    return _noted(_Exchange.apply(x, plan.move, plan.adjoint, _call(x, pair), mesh), mesh)
+
+
+def launch(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Pending:
+    """`reshard` in two halves: what goes out is on its way, and `.wait()` returns what `reshard` would have.
+
+    Backward launches where forward waited and waits where it launched, so that what was computed between the two
+    overlaps there too. Do not write to x before `wait`. In a compiled function the exchange is launched by the
+    compiler's own schedule.
+    """
+    plan = _plan(x, pair, mesh, sizes)
+    if plan.move.kind not in COLLECTIVES or torch.compiler.is_compiling():
+        return Pending(reshard(x, pair, mesh, **sizes))
+    flight = _Flight(plan.move, plan.adjoint, _call(x, pair), mesh)
+    return Pending(_Launch.apply(x, flight), flight)
+
+
+class Pending:
+    """A launched reshard."""
+
+    def __init__(self, value: Tensor, flight: _Flight | None = None) -> None:
+        self._value, self._flight = value, flight
+
+    def wait(self) -> Tensor:
+        """The tensor in its new layout; the same one however often it is asked for."""
+        if self._flight is not None:
+            self._value, self._flight = _noted(_Wait.apply(self._value, self._flight), self._flight.mesh), None
+        return self._value
+
+
+def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Planned:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"reshard(x=...): a tensor is needed, not {type(x).__name__}")
+    given = tuple(sizes.items())
+    if torch.compiler.is_compiling():
+        given = tuple((letter, int(size)) for letter, size in given)  # a size may be symbolic there
+    shape = x.shape
+    read = tuple((dim, int(shape[dim])) for dim in moves.reads(pair, mesh.axes, given, len(shape)))
+    plan = moves.move(pair, mesh.axes, mesh.rank, given, len(shape), read)
+    for dim, expected in enumerate(plan.local):
+        if expected >= 0 and shape[dim] != expected:
+            raise _misfit(pair, mesh, given, shape, plan.local)
+    return plan
+
+
+def _misfit(
+    pair: str, mesh: Mesh, given: tuple[tuple[str, int], ...], shape: Sequence[int], local: Sequence[int]
+) -> SpecError:
+    left, right = parse_pair(pair)
+    wanted = " ".join("?" if n < 0 else str(n) for n in local)
+    at = next(dim for dim, n in enumerate(local) if n >= 0 and n != shape[dim])
+    names = shards.dims_of(left, range(len(shape)))
+    dim = [dim for dim in left.dims if dim[0].name != "..."][names.index(at)]
+    return SpecError(
+        f"x does not fit its spec: rank {mesh.rank} holds {wanted}, but x is {' '.join(str(int(n)) for n in shape)}",
+        pair, (dim[0].span[0], dim[-1].span[1]), mesh=f"{mesh}, rank {mesh.rank}", known=shards.known(dict(given)),
+        fix="global sizes, and a shard as the left side says: sh.show draws who holds what",
+    )  # fmt: skip
+
+
+def _call(x: Tensor, pair: str) -> Call:
+    if torch.compiler.is_compiling():
+        return Call(pair)
+    return Call(pair, site(), grad=x.requires_grad and torch.is_grad_enabled())
+
+
+def _noted(y: Tensor, mesh: Mesh) -> Tensor:
+    if mesh.received is not None and y.requires_grad and not inside_a_transform():
+        mesh.received.append(y)
+    return y
+
+
+class _Exchange(torch.autograd.Function):
+    """Launch and wait at once."""
+
+    @staticmethod
+    def forward(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:  # type: ignore[override]
+        return _finish(_start(x, move, call, mesh))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rest = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        move, back, call, mesh = ctx.rest
+        return (
+            _Exchange.apply(grad, back, move, call._replace(backward=not call.backward), mesh),
+            None,
+            None,
+            None,
+            None,
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Any:
+        # The batch is one more dimension in front, moved with the rest.
+        return _Exchange.apply(x.movedim(in_dims[0], 0), _behind_a_batch(move), _behind_a_batch(back), call, mesh), 0
+
+
+class _Flight:
+    """An exchange that is launched in one place and waited for in another, and in backward the other way round."""
+
+    def __init__(self, move: Move, back: Move, call: Call, mesh: Mesh) -> None:
+        self.move, self.back, self.call, self.mesh = move, back, call, mesh
+        self.started: Started | None = None
+        self.returning: _Flight | None = None  # of the gradient, once backward has launched it
+
+    def reversed(self) -> _Flight:
+        return _Flight(self.back, self.move, self.call._replace(backward=not self.call.backward), self.mesh)
+
+
+class _Launch(torch.autograd.Function):
+    """Starts a flight and gives a token of no elements, which ties the wait to it in the graph."""
+
+    @staticmethod
+    def forward(x: Tensor, flight: _Flight) -> Tensor:  # type: ignore[override]
+        flight.started = _start(x, flight.move, flight.call, flight.mesh)
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.flight = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
+        return _Wait.apply(token, ctx.flight.returning), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, flight: _Flight) -> Any:
+        flight.move, flight.back = _behind_a_batch(flight.move), _behind_a_batch(flight.back)
+        token = _Launch.apply(x.movedim(in_dims[0], 0), flight)
+        return token.expand(info.batch_size, 0), 0
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(token: Tensor, flight: _Flight) -> Tensor:  # type: ignore[override]
+        assert flight.started is not None
+        return _finish(flight.started)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.flight = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.flight.returning = ctx.flight.reversed()
+        return _Launch.apply(grad, ctx.flight.returning), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, token: Tensor, flight: _Flight) -> Any:
+        return _Wait.apply(token.select(in_dims[0], 0), flight), 0
+
+
+def _behind_a_batch(move: Move) -> Move:
+    def side(s: Side | None) -> Side | None:
+        return None if s is None else s._replace(dim=s.dim + 1)
+
+    before, after = (tuple((dim + 1, factors) for dim, factors in dims) for dims in (move.before, move.after))
+    return move._replace(source=side(move.source), target=side(move.target), before=before, after=after)
+
+
+class Started(NamedTuple):
+    """An exchange under way, with what unpacks it."""
+
+    work: Work
+    move: Move
+    shape: Sequence[int]
+    call: Call
+    mesh: Mesh
+    dtype: torch.dtype
+
+
+def _start(x: Tensor, move: Move, call: Call, mesh: Mesh) -> Started:
+    """Pack and launch."""
+    transport = mesh.transport
+    assert transport is not None
+    if x.dtype == torch.bool and move.kind in ("all-reduce", "reduce-scatter"):
+        raise SpecError("a pending sum of bools has no dtype to be summed in", call.text, fix="x.int(), or x.long()")
+    given, x = x, _apart(x, move.before)
+    source, target, me, members = move.source, move.target, move.me, range(move.members)
+    shape = list(x.shape)
+    if not torch.compiler.is_compiling():
+        dims = [side.dim for side in (source, target) if side is not None]
+        call = call._replace(rest=tuple(n for dim, n in enumerate(shape) if dim not in dims))
+    if source is not None:
+        x = _exchanged(x, source, me)
+        shape[source.dim] = shards.length(source.part[me])
+    rest = math.prod(n for dim, n in enumerate(shape) if target is None or dim != target.dim)
+    flat = x.contiguous().view(-1) if target is None else _packed(x, target)
+    to = [shards.length(target.part[m]) * rest for m in members] if target is not None else [rest] * move.members
+    if target is not None:
+        shape[target.dim] = shards.length(target.part[me])
+    mine = math.prod(n for dim, n in enumerate(shape) if source is None or dim != source.dim)
+    of = [shards.length(source.part[m]) * mine for m in members] if source is not None else to
+    if move.kind == "all-gather":
+        counts = of
+        work = transport.all_gather(flat, counts, move.axes, call)
+    elif move.kind == "reduce-scatter":
+        counts = to
+        work = transport.reduce_scatter(flat, counts, move.axes, call)
+    elif move.kind == "all-to-all":
+        counts = to
+        work = transport.all_to_all(flat, counts, of, move.axes, call)
+    else:
+        pieces = [shards.balanced(rest, move.members, m) for m in members]
+        counts = [b - a for a, b in pieces]
+        work = transport.all_reduce(flat, move.axes, call)
+    record(mesh, call, move, "launch", counts, of, given, flat)
+    return Started(work, move, shape, call, mesh, x.dtype)
+
+
+def _finish(started: Started) -> Tensor:
+    """Wait and unpack."""
+    work, move, shape, call, mesh, dtype = started
+    flat = work.wait()
+    source, target = move.source, move.target
+    y = flat.view(shape) if source is None else _unpacked(flat, source, shape)
+    if target is not None and target.part != target.hold:
+        y = _among_zeros(y, target, move.me)
+    record(mesh, call, move, "wait", (), (), flat, y)
+    return _together(y, move.after)
+
+
+def _apart(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
+    """Composite dimensions as their factors; a view."""
+    for dim, factors in reversed(dims):
+        x = x.unflatten(dim, factors)
+    return x
+
+
+def _together(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
+    for dim, factors in dims:
+        x = x.flatten(dim, dim + len(factors) - 1)
+    return x
+
+
+def _exchanged(x: Tensor, side: Side, me: int) -> Tensor:
+    """Those of the ranges that this rank holds which it sends."""
+    if side.part == side.hold:
+        return x
+    return shards.select(x, side.dim, shards.within(side.hold[me], side.part[me]))
+
+
+def _tiles(side: Side) -> bool:
+    """Whether the members' ranges are one each and follow each other, so that joining them is a concatenation."""
+    at = 0
+    for ranges in side.part:
+        if len(ranges) > 1 or (ranges and ranges[0][0] != at):
+            return False
+        at += shards.length(ranges)
+    return at == side.size
+
+
+def _even(side: Side) -> bool:
+    return _tiles(side) and len({shards.length(ranges) for ranges in side.part}) == 1
+
+
+def _packed(x: Tensor, side: Side) -> Tensor:
+    """A flat buffer of each member's ranges of a dimension, one after the other."""
+    if _even(side):
+        each = (len(side.part), side.size // len(side.part))
+        return x.unflatten(side.dim, each).movedim(side.dim, 0).contiguous().view(-1)
+    if _tiles(side) and math.prod(x.shape[: side.dim]) == 1 and x.is_contiguous():
+        return x.view(-1)
+    blocks = [[x.narrow(side.dim, a, b - a) for a, b in ranges] for ranges in side.part]
+    flat = x.new_empty(sum(block.numel() for ranges in blocks for block in ranges))
+    at = 0
+    for ranges in blocks:
+        shape = list(x.shape)
+        shape[side.dim] = sum(block.shape[side.dim] for block in ranges)
+        count = math.prod(shape)
+        _place(flat.narrow(0, at, count).view(shape), side.dim, ranges)
+        at += count
+    return flat
+
+
+def _place(out: Tensor, dim: int, pieces: Sequence[Tensor]) -> None:
+    """Write pieces end to end."""
+    at = 0
+    for piece in pieces:
+        out.narrow(dim, at, piece.shape[dim]).copy_(piece)
+        at += piece.shape[dim]
+
+
+def _unpacked(flat: Tensor, side: Side, shape: Sequence[int]) -> Tensor:
+    """The dimension joined from each member's block; ranges that several sent are summed."""
+    shape = list(shape)
+    if _even(side):
+        shape[side.dim] = side.size // len(side.part)
+        return flat.view([len(side.part), *shape]).movedim(0, side.dim).flatten(side.dim, side.dim + 1)
+    blocks, at = [], 0
+    for ranges in side.part:
+        shape[side.dim] = shards.length(ranges)
+        count = math.prod(shape)
+        blocks.append(flat.narrow(0, at, count).view(shape))
+        at += count
+    if _tiles(side):
+        shape[side.dim] = side.size
+        return flat.view(shape) if math.prod(shape[: side.dim]) == 1 else torch.cat(blocks, side.dim)
+    shape[side.dim] = side.size
+    out = flat.new_zeros(shape)
+    for block, ranges in zip(blocks, side.part, strict=True):
+        at = 0
+        for a, b in ranges:
+            out.narrow(side.dim, a, b - a).add_(block.narrow(side.dim, at, b - a))
+            at += b - a
+    return out
+
+
+def _among_zeros(y: Tensor, side: Side, me: int) -> Tensor:
+    """A shard of all that this rank holds, zero where nothing was exchanged."""
+    shape = list(y.shape)
+    shape[side.dim] = shards.length(side.hold[me])
+    out, at = y.new_zeros(shape), 0
+    for a, b in shards.within(side.hold[me], side.part[me]):
+        out.narrow(side.dim, a, b - a).copy_(y.narrow(side.dim, at, b - a))
+        at += b - a
+    return out
+
+
+def _local(x: Tensor, move: Move) -> Tensor:
+    """What needs no peer: nothing, a slice, or a shard among zeros. Plain operations, which differentiate themselves."""
+    if move.kind == "slice":
+        assert move.target is not None
+        y = shards.select(_apart(x, move.before), move.target.dim, move.target.hold[move.me])
+        return _together(y, move.after)
+    if move.kind == "place in zeros":
+        side = move.source
+        assert side is not None
+        y, pieces, end, at = _apart(x, move.before), [], 0, 0
+        order = []
+        for a, b in side.hold[move.me]:
+            order.append((a, y.narrow(side.dim, at, b - a)))
+            at += b - a
+        for a, piece in sorted(order, key=lambda pair: pair[0]):
+            pieces += [_zeros(y, side.dim, a - end), piece]
+            end = a + piece.shape[side.dim]
+        return _together(torch.cat([*pieces, _zeros(y, side.dim, side.size - end)], side.dim), move.after)
+    return x
+
+
+def _zeros(x: Tensor, dim: int, n: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = n
+    return x.new_zeros(shape)

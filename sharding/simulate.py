@@ -1,0 +1,259 @@
+"""`simulate`: a body for one rank, as a function of global tensors, run on every rank in this process.
+
+It is one differentiable function: backward enters the rank threads again, along the graphs that forward left there.
+Where that backward is itself to be differentiated (`create_graph=True`, `torch.func`), it is a simulation of its own,
+of the body's vector-Jacobian product, and so on to any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..functional import tree
+from .errors import SpecError
+from .functorch import Guarded, inside_a_transform
+from .mesh import Mesh
+from .ports import Leaf, Port, enter, gather, leave, matched, scatter
+from .threads import Fault, Latency, Threads
+from .watch import refuse_captured, refuse_other_leaves, same_structure
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    timeout: float = 60.0,
+    latency: Latency = 0.0,
+    fault: Fault | None = None,
+    **sizes: int,
+) -> Callable[..., Any]:
+    """A function of global tensors that runs `fn(*shards, mesh=rank's own)` on each rank of a mesh, as threads.
+
+    fn: the body. mesh: its ranks. in_specs: one spec an argument (a single one needs no tuple), or a tree of specs for
+    a tree of tensors; None gives every rank the whole argument. out_specs: likewise, of what the body returns; None
+    for what every rank returns alike. sizes: of letters that no argument shows, such as K of `(K/u G)`.
+    timeout: seconds that one rank may compute between two collectives. latency, fault: see `Threads`.
+
+    The result is what the ranks hold, joined: where a spec is whole over an axis, its ranks must agree; where it ends
+    in `+axis`, they are summed. Gradients from outside (`backward`, `torch.autograd.grad`, `torch.func`) equal those of
+    the dense function, for tensors that are arguments; a body that closes over one that needs a gradient is refused.
+
+    Raises `SpecError` before any rank starts where arguments do not fit; what a rank raised; and `TransportError`
+    where ranks disagree, listing what each was doing.
+    """
+
+    def simulated(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("simulate cannot be compiled, since its ranks are threads: compile what the body calls")
+        specs = in_specs if isinstance(in_specs, tuple) else (in_specs,)
+        if len(specs) != len(args):
+            raise SpecError(
+                f"simulate: {len(args)} arguments, but in_specs has {len(specs)}", fix="one spec an argument"
+            )
+        leaves = [
+            leaf for i, (a, s) in enumerate(zip(args, specs, strict=True)) for leaf in matched(a, s, f"args[{i}]")
+        ]
+        tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
+        ports = enter(tensors, mesh, sizes)
+        bound = {letter: size for port in ports for letter, size in port.sizes.items()} or dict(sizes)
+        structure = tree.structure(args)
+
+        def body(shards: Sequence[Tensor], at: Mesh) -> tuple[list[Leaf], Any]:
+            here = iter(shards)
+            values = [next(here) if isinstance(leaf.value, Tensor) else leaf.value for leaf in leaves]
+            result = fn(*tree.unflatten(structure, values), mesh=at)
+            return matched(result, out_specs, "the result"), tree.structure(result)
+
+        refuse_captured(fn)
+        run = _Run(body, mesh, tuple(ports), bound, (timeout, latency, fault))
+        run.grad, run.guard = torch.is_grad_enabled(), inside_a_transform()
+        results = iter(_Simulated.apply(run, *(leaf.value for leaf in tensors)))
+        values = [next(results) if leaf is None else leaf.value for leaf in run.results]
+        return tree.unflatten(run.structure, values)
+
+    return simulated
+
+
+# Of a rank's shards, and the rank's mesh: what it returns, leaf by leaf, and how it is put together.
+Body = Callable[[Sequence[Tensor], Mesh], tuple[list[Leaf], Any]]
+
+
+@dataclass
+class _Run:
+    """One simulation, before and after it ran.
+
+    lead: batch dimensions in front of those that specs name. grad, guard: whether the caller wants gradients, and is
+    inside a transform. outs: the ports of the results; known beforehand where the run is a gradient. results: None in
+    the place of each tensor. saved: what backward needs, where there is one.
+    """
+
+    body: Body
+    mesh: Mesh
+    ins: tuple[Port, ...]
+    sizes: dict[str, int]
+    options: tuple[float, Latency, Fault | None]
+    lead: int = 0
+    grad: bool = False
+    guard: bool = False
+    outs: tuple[Port, ...] | None = None
+    results: list[Leaf | None] = field(default_factory=list)
+    structure: Any = None
+    saved: _Saved | None = None
+
+
+class _Saved(NamedTuple):
+    """The ranks' graphs: for each rank its shards, what it returned, and what its collectives gave."""
+
+    threads: Threads
+    shards: list[list[Tensor]]
+    results: list[list[Tensor]]
+    received: list[list[Tensor]]
+
+
+class _Simulated(torch.autograd.Function):
+    @staticmethod
+    def forward(run: _Run, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return _forward(run, xs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.run = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.mark_non_differentiable(*(y for y in output if not _differentiable(y)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        run, xs = ctx.run, ctx.saved_tensors
+        grads = tuple(g for g, port in zip(grads, run.outs, strict=True) if port.differentiable)
+        wanted = [i for i, port in enumerate(run.ins) if port.differentiable]
+        if torch.is_grad_enabled() or run.saved is None:
+            found = iter(_Simulated.apply(_gradient(run), *xs, *grads))
+        else:
+            found = iter(_backward(run, run.saved, grads))
+        return None, *(next(found) if i in wanted else None for i in range(len(xs)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, run: _Run, *xs: Tensor) -> Any:
+        batched = _behind_a_batch(run, in_dims[1:], info.batch_size)
+        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims[1:], strict=True)]
+        ys = _Simulated.apply(batched, *moved)
+        run.results, run.structure, run.outs = batched.results, batched.structure, batched.outs
+        return ys, (0,) * len(ys)
+
+
+def _differentiable(x: Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def _forward(run: _Run, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Run every rank, and join what they return."""
+    parts = [scatter(x, port) for x, port in zip(xs, run.ins, strict=True)]
+    tracked = [run.grad and x.requires_grad for x in xs]
+    timeout, latency, fault = run.options
+    threads = Threads(run.mesh, timeout=timeout, latency=latency, fault=fault)
+
+    def one(mesh: Mesh) -> Any:
+        shards = [part[mesh.rank].requires_grad_(track) for part, track in zip(parts, tracked, strict=True)]
+        with torch.set_grad_enabled(run.grad), Guarded() if run.guard else contextlib.nullcontext():
+            leaves, structure = run.body(shards, mesh)
+        tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
+        refuse_other_leaves([leaf.value for leaf in tensors], shards)
+        return shards, leaves, structure, tensors, mesh.received
+
+    shards, leaves, structures, tensors, received = zip(*threads.run(one), strict=True)
+    same_structure(leaves, structures)
+    results = [[leaf.value for leaf in of_rank] for of_rank in tensors]
+    if run.outs is None:
+        run.outs = tuple(leave(tensors, run.mesh, run.sizes, run.lead))
+    run.structure = structures[0]
+    run.results = [None if isinstance(leaf.value, Tensor) else leaf for leaf in leaves[0]]
+    if any(tracked):
+        run.saved = _Saved(threads, list(shards), results, list(received))
+    return tuple(gather([y.detach() for y in ys], port) for ys, port in zip(_by_result(results), run.outs, strict=True))
+
+
+def _by_result(of_ranks: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    return [list(ys) for ys in zip(*of_ranks, strict=True)]
+
+
+def _backward(run: _Run, saved: _Saved, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Enter the ranks again, each along its own graph."""
+    assert run.outs is not None
+    outs = [i for i, port in enumerate(run.outs) if port.differentiable]
+    parts = [scatter(g, run.outs[i]) for i, g in zip(outs, grads, strict=True)]
+    ins = [i for i, port in enumerate(run.ins) if port.differentiable]
+
+    def one(mesh: Mesh) -> list[Tensor]:
+        r = mesh.rank
+        roots = [(saved.results[r][i], part[r]) for i, part in zip(outs, parts, strict=True)]
+        # A rank joins every collective's backward, also where nothing that it returned depends on one.
+        roots += [(y, torch.zeros_like(y)) for y in saved.received[r]]
+        roots = [(y, g) for y, g in roots if y.requires_grad]
+        shards = [saved.shards[r][i] for i in ins]
+        wanted = [x for x in shards if x.requires_grad]
+        if not roots or not wanted:
+            return [torch.zeros_like(x) for x in shards]
+        ys, gs = zip(*roots, strict=True)
+        found = iter(torch.autograd.grad(ys, wanted, gs, retain_graph=True, allow_unused=True))
+        return [
+            torch.zeros_like(x) if not x.requires_grad or (g := next(found)) is None else g.detach() for x in shards
+        ]
+
+    return [gather(of_ranks, run.ins[i]) for i, of_ranks in zip(ins, _by_result(saved.threads.run(one)), strict=True)]
+
+
+def _gradient(run: _Run) -> _Run:
+    """The vector-Jacobian product of a run as a run: of its inputs and what comes back, to the inputs' gradients."""
+    assert run.outs is not None
+    ins = [i for i, port in enumerate(run.ins) if port.differentiable]
+    outs = [port for port in run.outs if port.differentiable]
+
+    def body(shards: Sequence[Tensor], mesh: Mesh) -> tuple[list[Leaf], Any]:
+        xs, grads = list(shards[: len(run.ins)]), tuple(shards[len(run.ins) :])
+
+        def returned(*some: Tensor) -> tuple[Tensor, ...]:
+            here = dict(zip(ins, some, strict=True))
+            leaves, _ = run.body([here.get(i, x) for i, x in enumerate(xs)], mesh)
+            return tuple(
+                leaf.value for leaf in leaves if isinstance(leaf.value, Tensor) and _differentiable(leaf.value)
+            )
+
+        _, pull = torch.func.vjp(returned, *(xs[i] for i in ins))
+        found = pull(grads)
+        return [Leaf(g, None, f"the gradient of args[{i}]") for i, g in zip(ins, found, strict=True)], None
+
+    made = _Run(body, run.mesh, (*run.ins, *outs), run.sizes, run.options, run.lead)
+    made.grad, made.outs = torch.is_grad_enabled(), tuple(run.ins[i] for i in ins)
+    return made
+
+
+def _behind_a_batch(run: _Run, in_dims: Sequence[int | None], n: int) -> _Run:
+    """The run of a batch, each rank under `vmap`."""
+
+    def body(shards: Sequence[Tensor], mesh: Mesh) -> tuple[list[Leaf], Any]:
+        seen: list[Any] = []
+
+        def one(*xs: Tensor) -> tuple[Tensor, ...]:
+            leaves, structure = run.body(xs, mesh)
+            seen.append((leaves, structure))
+            return tuple(leaf.value for leaf in leaves if isinstance(leaf.value, Tensor))
+
+        dims = tuple(None if dim is None else 0 for dim in in_dims)
+        values = iter(torch.func.vmap(one, in_dims=dims, randomness="different")(*shards))
+        leaves, structure = seen[0]
+        return [replace(x, value=next(values)) if isinstance(x.value, Tensor) else x for x in leaves], structure
+
+    ins = tuple(p if dim is None else p.behind(n) for p, dim in zip(run.ins, in_dims, strict=True))
+    outs = None if run.outs is None else tuple(port.behind(n) for port in run.outs)
+    made = _Run(body, run.mesh, ins, run.sizes, run.options, run.lead + 1, run.grad, False, outs)
+    return made

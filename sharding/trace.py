@@ -1,0 +1,129 @@
+"""A record of what moved: every launch and wait, with its bytes and copies, in the order in which it happened."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mesh import Mesh
+from .moves import Move
+from .transport import Call, moved
+
+__all__ = ["Event", "Trace", "record", "site", "trace"]
+
+_PACKAGE = str(Path(__file__).parent)
+_INTERNAL = (_PACKAGE, str(Path(torch.__file__).parent))
+
+
+@dataclass(frozen=True)
+class Event:
+    """One half of a collective on one rank.
+
+    what: "launch" or "wait". group: the ranks that took part. sent, received: bytes to and from others (0 for a wait,
+    which its launch has counted). copies: of the payload, 1 where it had to be packed or unpacked. call: the pair, its
+    source line, and whether this is its backward.
+    """
+
+    rank: int
+    what: str
+    kind: str
+    axes: tuple[str, ...]
+    group: tuple[int, ...]
+    sent: int
+    received: int
+    copies: int
+    call: Call
+
+
+class Trace:
+    """What the collectives over a mesh did. `mesh` records here; hand it to `simulate`, or to a body.
+
+    Iterates over its events, prints as a table, and counts: `trace.count("all-to-all", rank=0)`.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.events: list[Event] = []
+        self.mesh = mesh.recording(self)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.events.clear()
+
+    def of(self, rank: int) -> list[Event]:
+        """One rank's events, in its order."""
+        return [event for event in self.events if event.rank == rank]
+
+    def count(self, kind: str | None = None, *, rank: int = 0) -> int:
+        """How many collectives (of a kind) a rank launched."""
+        return sum(e.what == "launch" and kind in (None, e.kind) for e in self.of(rank))
+
+    def bytes(self, rank: int = 0) -> tuple[int, int]:
+        """Bytes that a rank sent and received."""
+        return sum(e.sent for e in self.of(rank)), sum(e.received for e in self.of(rank))
+
+    def copies(self, rank: int = 0) -> int:
+        """How often a rank copied a payload to pack or unpack it."""
+        return sum(e.copies for e in self.of(rank))
+
+    def __str__(self) -> str:
+        rows = [("rank", "", "collective", "axes", "sent", "received", "copies", "pair")]
+        for e in sorted(self.events, key=lambda e: e.rank):
+            pair = e.call.text + " (backward)" * e.call.backward
+            rows.append(
+                (str(e.rank), e.what, e.kind, "/".join(e.axes), str(e.sent), str(e.received), str(e.copies), pair)
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        right = (0, 4, 5, 6)
+        return "\n".join(
+            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+            .rstrip()
+            for r in rows
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def trace(mesh: Mesh) -> Trace:
+    """A record of the collectives over a mesh: `t = sh.trace(mesh); sh.simulate(body, t.mesh, ...)(x); print(t)`.
+
+    mesh: any; the one that records is `t.mesh`. Compiled functions record nothing: their collectives are in the graph.
+    """
+    return Trace(mesh)
+
+
+def record(
+    mesh: Mesh, call: Call, move: Move, what: str, counts: Sequence[int], of: Sequence[int], x: Tensor, y: Tensor
+) -> None:
+    """Note one half of a collective, and whether going from x to y has copied."""
+    if mesh.trace is None or torch.compiler.is_compiling():
+        return
+    sent, received = moved(move.kind, counts, of, move.me) if what == "launch" else (0, 0)
+    size = x.element_size()
+    group = mesh.ranks(move.axes, mesh.rank)
+    copied = int(x.numel() > 0 and x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr())
+    event = Event(mesh.rank, what, move.kind, move.axes, group, sent * size, received * size, copied, call)
+    mesh.trace.events.append(event)
+
+
+def site(frame: Any = None) -> str:
+    """`file.py:12 in body`: the innermost line of the caller's that is neither ours nor torch's."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

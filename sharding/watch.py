@@ -1,0 +1,77 @@
+"""What a simulation refuses, since its gradient would be lost in silence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..functional import tree
+from .errors import SpecError
+from .functorch import is_wrapped
+from .ports import Leaf
+
+__all__ = ["refuse_captured", "refuse_other_leaves", "same_structure"]
+
+
+def refuse_captured(fn: Callable[..., Any]) -> None:
+    """Raise `ValueError` where a function closes over a tensor that a transform around it follows."""
+    for value in _captured(fn):
+        if isinstance(value, Tensor) and is_wrapped(value):
+            raise ValueError(
+                f"simulate: the body closes over a tensor of {tuple(value.shape)} that a transform around it "
+                "(torch.func) follows, and its gradient would be lost\n"
+                "    fix: hand it over as an argument, with a spec of its own"
+            )
+
+
+def _captured(fn: Any) -> Iterator[Any]:
+    fn = inspect.unwrap(fn)
+    inner = getattr(fn, "func", None)
+    if inner is not None:
+        yield from tree.leaves((getattr(fn, "args", ()), getattr(fn, "keywords", {})))
+        yield from _captured(inner)
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            yield from tree.leaves(cell.cell_contents)
+        except ValueError:  # a variable that has no value yet
+            continue
+    yield from tree.leaves((getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)))
+
+
+def refuse_other_leaves(results: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+    """Raise `ValueError` where a rank's graph reaches a tensor that requires a gradient and was no argument."""
+    mine = {id(x) for x in shards}
+    stack: list[Any] = [y.grad_fn for y in results if y.grad_fn is not None]
+    stack += [_Leafless(y) for y in results if y.grad_fn is None and y.requires_grad]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in mine:
+            raise ValueError(
+                f"simulate: the body closes over a tensor of {tuple(variable.shape)} that requires a gradient, which it "
+                "would never get\n    fix: hand it over as an argument, with a spec of its own, or detach it"
+            )
+        stack += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+class _Leafless:
+    """A result that is itself such a tensor."""
+
+    def __init__(self, variable: Tensor) -> None:
+        self.variable = variable
+        self.next_functions: tuple[Any, ...] = ()
+
+
+def same_structure(leaves: Sequence[Sequence[Leaf]], structures: Sequence[Any]) -> None:
+    """Raise `SpecError` unless all ranks return the same tree."""
+    for rank, (mine, structure) in enumerate(zip(leaves, structures, strict=True)):
+        same = [isinstance(a.value, Tensor) for a in mine] == [isinstance(a.value, Tensor) for a in leaves[0]]
+        if structure != structures[0] or not same:
+            raise SpecError(f"rank {rank} returns another structure than rank 0:\n    {structure}\n    {structures[0]}")
