@@ -2,6 +2,7 @@
 
 from .errors import SpecError
 from .mesh import Mesh
+from .processes import ProcessGroup
 from .reshard import Pending, launch, reshard
 from .simulate import simulate
 from .spec import Spec
@@ -15,6 +16,7 @@ __all__ = [
     "Local",
     "Mesh",
     "Pending",
+    "ProcessGroup",
     "Spec",
     "SpecError",
     "Threads",

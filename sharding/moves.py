@@ -27,13 +27,18 @@ class Side(NamedTuple):
 
     dim: of the view in which composite dimensions are taken apart. size: of the piece that the group holds together.
     hold: for each member, the ranges of the piece that it holds, as they lie in its shard. part: those of them that it
-    exchanges; fewer where several members hold one element and the first sends it.
+    exchanges; `fewer` where several members hold one element and the first sends it. lengths: of the parts. shape:
+    "even" where they are one range each, one after the other and equal, "tiles" where they are not equal, "ranges"
+    where they are anything else.
     """
 
     dim: int
     size: int
     hold: tuple[Ranges, ...]
     part: tuple[Ranges, ...]
+    fewer: bool
+    lengths: tuple[int, ...]
+    shape: str
 
 
 class Move(NamedTuple):
@@ -74,9 +79,29 @@ def adjoint(m: Move) -> Move:
     return m._replace(kind=kind, source=m.target, target=m.source, before=m.after, after=m.before)
 
 
-@functools.lru_cache(4096)
 def reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int) -> tuple[int, ...]:
     """The dimensions of the tensor whose own size the move needs, since it is whole and was not given."""
+    return _reads(text, axes, sizes, ndim)
+
+
+def move(
+    text: str, axes: Axes, rank: int, sizes: tuple[tuple[str, int], ...], ndim: int, read: tuple[tuple[int, int], ...]
+) -> Planned:
+    """One rank's move. sizes: global, by letter. read: (dimension, local size) of those that `reads` names.
+
+    Raises `SpecError`: the same on every rank, unless the rank's own tensor is what does not fit.
+    """
+    return _planned(text, axes, rank, sizes, ndim, read)
+
+
+# Dynamo calls these two with the constants it has and keeps the result, as torch.compiler.assume_constant_result would
+# make it do; that function imports the compiler, which takes two seconds.
+reads._dynamo_marked_constant = True  # type: ignore[attr-defined]
+move._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(4096)
+def _reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int) -> tuple[int, ...]:
     left, right = parse_pair(text)
     check_axes(axes, left)
     check_axes(axes, right)
@@ -100,13 +125,9 @@ def reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int) 
 
 
 @functools.lru_cache(4096)
-def move(
+def _planned(
     text: str, axes: Axes, rank: int, sizes: tuple[tuple[str, int], ...], ndim: int, read: tuple[tuple[int, int], ...]
 ) -> Planned:
-    """One rank's move. sizes: global, by letter. read: (dimension, local size) of those that `reads` names.
-
-    Raises `SpecError`: the same on every rank, unless the rank's own tensor is what does not fit.
-    """
     left, right = parse_pair(text)
     step = one_step(text, axes)
     at = coordinates(axes, rank)
@@ -126,12 +147,6 @@ def move(
         return Planned(NOTHING, NOTHING, tuple(local))
     found = _move(left, right, step, known, axes, rank, dims)
     return Planned(found, adjoint(found), tuple(local))
-
-
-# Dynamo calls these with the constants it has and keeps the result, as torch.compiler.assume_constant_result would make
-# it do; that function imports the compiler, which takes two seconds.
-reads._dynamo_marked_constant = True  # type: ignore[attr-defined]
-move._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _local(atom: Atom, sizes: Mapping[str, int], axes: Axes, at: Mapping[str, int]) -> int:
@@ -203,8 +218,22 @@ def _move(
         outer = len(atom.axes) - len(step.axes)
         hold = tuple(shards.part(atom, sizes, axes, place, outer, len(atom.axes)) for place in places)
         size = shards.length(shards.part(atom, sizes, axes, places[me], 0, outer)) if outer else sizes[atom.name]
-        return Side(where[i], size, hold, shards.first_holders(hold) if first_holder and atom.need else hold)
+        meant = shards.first_holders(hold) if first_holder and atom.need else hold
+        lengths = tuple(map(shards.length, meant))
+        return Side(where[i], size, hold, meant, meant != hold, lengths, _shape(meant, size))
 
     source = side(left, step.source, True)
     target = side(right, step.target, False)
     return Move(step.kind, step.axes, len(ranks), me, source, target, tuple(before), tuple(after))
+
+
+def _shape(parts: Sequence[Ranges], size: int) -> str:
+    """How the members' parts lie in the piece: see `Side`."""
+    at = 0
+    for ranges in parts:
+        if len(ranges) > 1 or (ranges and ranges[0][0] != at):
+            return "ranges"
+        at += shards.length(ranges)
+    if at != size:
+        return "ranges"
+    return "even" if len({shards.length(ranges) for ranges in parts}) == 1 else "tiles"

@@ -22,7 +22,7 @@ from .mesh import Mesh
 from .moves import Move, Side
 from .spec import parse_pair
 from .steps import COLLECTIVES
-from .trace import record, site
+from .trace import site
 from .transport import Call, Work
 
 __all__ = ["Pending", "launch", "reshard"]
@@ -214,57 +214,60 @@ class Started(NamedTuple):
     shape: Sequence[int]
     call: Call
     mesh: Mesh
-    dtype: torch.dtype
 
 
 def _start(x: Tensor, move: Move, call: Call, mesh: Mesh) -> Started:
     """Pack and launch."""
-    transport = mesh.transport
-    assert transport is not None
     if x.dtype == torch.bool and move.kind in ("all-reduce", "reduce-scatter"):
         raise SpecError("a pending sum of bools has no dtype to be summed in", call.text, fix="x.int(), or x.long()")
+    transport, source, target = mesh.transport, move.source, move.target
+    assert transport is not None
     given, x = x, _apart(x, move.before)
-    source, target, me, members = move.source, move.target, move.me, range(move.members)
-    shape = list(x.shape)
     if not torch.compiler.is_compiling():
-        dims = [side.dim for side in (source, target) if side is not None]
-        call = call._replace(rest=tuple(n for dim, n in enumerate(shape) if dim not in dims))
-    if source is not None:
-        x = _exchanged(x, source, me)
-        shape[source.dim] = shards.length(source.part[me])
-    rest = math.prod(n for dim, n in enumerate(shape) if target is None or dim != target.dim)
+        ends = [side.dim for side in (source, target) if side is not None]
+        call = call._replace(rest=tuple(n for dim, n in enumerate(x.shape) if dim not in ends))
+    if source is not None and source.fewer:
+        x = shards.select(x, source.dim, shards.within(source.hold[move.me], source.part[move.me]))
+    shape = list(x.shape)
     flat = x.contiguous().view(-1) if target is None else _packed(x, target)
-    to = [shards.length(target.part[m]) * rest for m in members] if target is not None else [rest] * move.members
     if target is not None:
-        shape[target.dim] = shards.length(target.part[me])
-    mine = math.prod(n for dim, n in enumerate(shape) if source is None or dim != source.dim)
-    of = [shards.length(source.part[m]) * mine for m in members] if source is not None else to
+        shape[target.dim] = target.lengths[move.me]
+    # Elements to and from each member.
+    to = of = [math.prod(shape)] * move.members
+    if target is not None:
+        to = _counts(list(x.shape), target)
+        of = [math.prod(shape)] * move.members
+    if source is not None:
+        of = _counts(shape, source)
     if move.kind == "all-gather":
-        counts = of
-        work = transport.all_gather(flat, counts, move.axes, call)
+        work = transport.all_gather(flat, of, move.axes, call)
     elif move.kind == "reduce-scatter":
-        counts = to
-        work = transport.reduce_scatter(flat, counts, move.axes, call)
+        work = transport.reduce_scatter(flat, to, move.axes, call)
     elif move.kind == "all-to-all":
-        counts = to
-        work = transport.all_to_all(flat, counts, of, move.axes, call)
+        work = transport.all_to_all(flat, to, of, move.axes, call)
     else:
-        pieces = [shards.balanced(rest, move.members, m) for m in members]
-        counts = [b - a for a, b in pieces]
         work = transport.all_reduce(flat, move.axes, call)
-    record(mesh, call, move, "launch", counts, of, given, flat)
-    return Started(work, move, shape, call, mesh, x.dtype)
+    if mesh.trace is not None and not torch.compiler.is_compiling():
+        mesh.trace.launched(mesh, call, move, to, of, given, flat)
+    return Started(work, move, shape, call, mesh)
+
+
+def _counts(shape: list[int], side: Side) -> list[int]:
+    """Elements of each member's block of this dimension."""
+    rest = math.prod([n for dim, n in enumerate(shape) if dim != side.dim])
+    return [n * rest for n in side.lengths]
 
 
 def _finish(started: Started) -> Tensor:
     """Wait and unpack."""
-    work, move, shape, call, mesh, dtype = started
+    work, move, shape, call, mesh = started
     flat = work.wait()
     source, target = move.source, move.target
     y = flat.view(shape) if source is None else _unpacked(flat, source, shape)
-    if target is not None and target.part != target.hold:
+    if target is not None and target.fewer:
         y = _among_zeros(y, target, move.me)
-    record(mesh, call, move, "wait", (), (), flat, y)
+    if mesh.trace is not None and not torch.compiler.is_compiling():
+        mesh.trace.waited(mesh, call, move, flat, y)
     return _together(y, move.after)
 
 
@@ -281,70 +284,40 @@ def _together(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
     return x
 
 
-def _exchanged(x: Tensor, side: Side, me: int) -> Tensor:
-    """Those of the ranges that this rank holds which it sends."""
-    if side.part == side.hold:
-        return x
-    return shards.select(x, side.dim, shards.within(side.hold[me], side.part[me]))
-
-
-def _tiles(side: Side) -> bool:
-    """Whether the members' ranges are one each and follow each other, so that joining them is a concatenation."""
-    at = 0
-    for ranges in side.part:
-        if len(ranges) > 1 or (ranges and ranges[0][0] != at):
-            return False
-        at += shards.length(ranges)
-    return at == side.size
-
-
-def _even(side: Side) -> bool:
-    return _tiles(side) and len({shards.length(ranges) for ranges in side.part}) == 1
-
-
 def _packed(x: Tensor, side: Side) -> Tensor:
     """A flat buffer of each member's ranges of a dimension, one after the other."""
-    if _even(side):
-        each = (len(side.part), side.size // len(side.part))
+    if side.shape == "even":
+        each = (len(side.part), side.lengths[0])
         return x.unflatten(side.dim, each).movedim(side.dim, 0).contiguous().view(-1)
-    if _tiles(side) and math.prod(x.shape[: side.dim]) == 1 and x.is_contiguous():
+    if side.shape == "tiles" and math.prod(x.shape[: side.dim]) == 1 and x.is_contiguous():
         return x.view(-1)
-    blocks = [[x.narrow(side.dim, a, b - a) for a, b in ranges] for ranges in side.part]
-    flat = x.new_empty(sum(block.numel() for ranges in blocks for block in ranges))
-    at = 0
-    for ranges in blocks:
+    flat, at = x.new_empty(sum(_counts(list(x.shape), side))), 0
+    for ranges, n in zip(side.part, side.lengths, strict=True):
         shape = list(x.shape)
-        shape[side.dim] = sum(block.shape[side.dim] for block in ranges)
-        count = math.prod(shape)
-        _place(flat.narrow(0, at, count).view(shape), side.dim, ranges)
-        at += count
+        shape[side.dim] = n
+        block = flat.narrow(0, at, math.prod(shape)).view(shape)
+        at += math.prod(shape)
+        end = 0
+        for a, b in ranges:
+            block.narrow(side.dim, end, b - a).copy_(x.narrow(side.dim, a, b - a))
+            end += b - a
     return flat
-
-
-def _place(out: Tensor, dim: int, pieces: Sequence[Tensor]) -> None:
-    """Write pieces end to end."""
-    at = 0
-    for piece in pieces:
-        out.narrow(dim, at, piece.shape[dim]).copy_(piece)
-        at += piece.shape[dim]
 
 
 def _unpacked(flat: Tensor, side: Side, shape: Sequence[int]) -> Tensor:
     """The dimension joined from each member's block; ranges that several sent are summed."""
     shape = list(shape)
-    if _even(side):
-        shape[side.dim] = side.size // len(side.part)
+    if side.shape == "even":
+        shape[side.dim] = side.lengths[0]
         return flat.view([len(side.part), *shape]).movedim(0, side.dim).flatten(side.dim, side.dim + 1)
     blocks, at = [], 0
-    for ranges in side.part:
-        shape[side.dim] = shards.length(ranges)
-        count = math.prod(shape)
-        blocks.append(flat.narrow(0, at, count).view(shape))
-        at += count
-    if _tiles(side):
-        shape[side.dim] = side.size
-        return flat.view(shape) if math.prod(shape[: side.dim]) == 1 else torch.cat(blocks, side.dim)
+    for n in side.lengths:
+        shape[side.dim] = n
+        blocks.append(flat.narrow(0, at, math.prod(shape)).view(shape))
+        at += math.prod(shape)
     shape[side.dim] = side.size
+    if side.shape == "tiles":
+        return flat.view(shape) if math.prod(shape[: side.dim]) == 1 else torch.cat(blocks, side.dim)
     out = flat.new_zeros(shape)
     for block, ranges in zip(blocks, side.part, strict=True):
         at = 0
@@ -374,12 +347,13 @@ def _local(x: Tensor, move: Move) -> Tensor:
     if move.kind == "place in zeros":
         side = move.source
         assert side is not None
-        y, pieces, end, at = _apart(x, move.before), [], 0, 0
-        order = []
+        y = _apart(x, move.before)
+        found, at = [], 0
         for a, b in side.hold[move.me]:
-            order.append((a, y.narrow(side.dim, at, b - a)))
+            found.append((a, y.narrow(side.dim, at, b - a)))
             at += b - a
-        for a, piece in sorted(order, key=lambda pair: pair[0]):
+        pieces, end = [y.narrow(side.dim, 0, 0)], 0  # a rank that holds nothing is part of the graph too
+        for a, piece in sorted(found, key=lambda pair: pair[0]):
             pieces += [_zeros(y, side.dim, a - end), piece]
             end = a + piece.shape[side.dim]
         return _together(torch.cat([*pieces, _zeros(y, side.dim, side.size - end)], side.dim), move.after)

@@ -16,7 +16,7 @@ from .mesh import Mesh
 from .moves import Move
 from .transport import Call, moved
 
-__all__ = ["Event", "Trace", "record", "site", "trace"]
+__all__ = ["Event", "Trace", "site", "trace"]
 
 _PACKAGE = str(Path(__file__).parent)
 _INTERNAL = (_PACKAGE, str(Path(torch.__file__).parent))
@@ -57,6 +57,25 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.events)
+
+    def launched(
+        self, mesh: Mesh, call: Call, move: Move, to: Sequence[int], of: Sequence[int], x: Tensor, flat: Tensor
+    ) -> None:
+        """Note a launch. to, of: elements for and from each member. x, flat: before and after packing."""
+        sent, received = moved(move.kind, to, of, move.me)
+        self._note(mesh, call, move, "launch", (sent * x.element_size(), received * x.element_size()), x, flat)
+
+    def waited(self, mesh: Mesh, call: Call, move: Move, flat: Tensor, y: Tensor) -> None:
+        """Note a wait. flat, y: before and after unpacking."""
+        self._note(mesh, call, move, "wait", (0, 0), flat, y)
+
+    def _note(
+        self, mesh: Mesh, call: Call, move: Move, what: str, size: tuple[int, int], before: Tensor, after: Tensor
+    ) -> None:
+        same = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        copies = int(before.numel() > 0 and not same)
+        group = mesh.ranks(move.axes, mesh.rank)
+        self.events.append(Event(mesh.rank, what, move.kind, move.axes, group, *size, copies, call))
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -103,20 +122,6 @@ def trace(mesh: Mesh) -> Trace:
     mesh: any; the one that records is `t.mesh`. Compiled functions record nothing: their collectives are in the graph.
     """
     return Trace(mesh)
-
-
-def record(
-    mesh: Mesh, call: Call, move: Move, what: str, counts: Sequence[int], of: Sequence[int], x: Tensor, y: Tensor
-) -> None:
-    """Note one half of a collective, and whether going from x to y has copied."""
-    if mesh.trace is None or torch.compiler.is_compiling():
-        return
-    sent, received = moved(move.kind, counts, of, move.me) if what == "launch" else (0, 0)
-    size = x.element_size()
-    group = mesh.ranks(move.axes, mesh.rank)
-    copied = int(x.numel() > 0 and x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr())
-    event = Event(mesh.rank, what, move.kind, move.axes, group, sent * size, received * size, copied, call)
-    mesh.trace.events.append(event)
 
 
 def site(frame: Any = None) -> str:

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .shards import balanced
+
 __all__ = ["Call", "Local", "Transport", "TransportError", "Work", "moved"]
 
 
@@ -95,21 +97,22 @@ class Local:
         return Done(x)
 
 
-def moved(kind: str, counts: Sequence[int], receive: Sequence[int], me: int) -> tuple[int, int]:
-    """Elements that a rank sends to others and receives from them.
+def moved(kind: str, to: Sequence[int], of: Sequence[int], me: int) -> tuple[int, int]:
+    """Elements that a rank sends to others and receives from them, out of those for and from each member.
 
-    What stays on the rank counts nothing. An all-reduce counts as its reduce-scatter and all-gather over balanced
-    pieces, which is the least that does it: `counts` are those pieces.
+    What stays on the rank counts nothing. An all-reduce counts as the reduce-scatter and the all-gather of balanced
+    pieces, which is the least that does it.
     """
-    others = len(counts) - 1
-    mine, total = counts[me], sum(counts)
+    others = len(to) - 1
     if kind == "all-gather":
-        return others * mine, total - mine
+        return others * of[me], sum(of) - of[me]
     if kind == "reduce-scatter":
-        return total - mine, others * mine
+        return sum(to) - to[me], others * to[me]
     if kind == "all-to-all":
-        return total - mine, sum(receive) - receive[me]
-    return total - mine + others * mine, others * mine + total - mine
+        return sum(to) - to[me], sum(of) - of[me]
+    start, stop = balanced(to[me], len(to), me)
+    both = to[me] + (others - 1) * (stop - start)
+    return both, both
 
 
 def summed(blocks: Sequence[Tensor]) -> Tensor:

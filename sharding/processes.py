@@ -1,0 +1,176 @@
+"""Ranks as processes: torch.distributed over a `DeviceMesh`, gloo or NCCL, as `torchrun` starts them.
+
+The only file that touches torch's functional collectives. They trace: under `torch.compile` an exchange is a node of the
+graph and its wait another. gloo gives garbage, or ends the process, where two ranks expect different sizes, and refuses
+uneven gathers; so the plan has raised before, and what is uneven goes as an all-to-all with a local sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import Mesh
+from .transport import Call, TransportError, Work, summed
+
+__all__ = ["ProcessGroup"]
+
+_ops = torch.ops._c10d_functional
+
+
+class ProcessGroup:
+    """The executor: `mesh = ProcessGroup(device_mesh).mesh` is this process's own, and `body(shard, mesh=mesh)` runs.
+
+    device_mesh: with names for its dimensions, which become the axes; it may be a part of the world, or one of several
+    siblings. Every process of it makes this call at once: a group is made for each set of axes. The time limit of an
+    exchange is that of `init_process_group(timeout=)`.
+
+    Raises `ValueError` for a mesh without names, or whose ranks do not ascend.
+    """
+
+    def __init__(self, device_mesh: Any) -> None:
+        import torch.distributed._functional_collectives  # registers the ops
+
+        names = device_mesh.mesh_dim_names
+        ranks = device_mesh.mesh.flatten().tolist()
+        if not names:
+            fix = "init_device_mesh(..., mesh_dim_names=('g', 'u'))"
+            raise ValueError(f"ProcessGroup(device_mesh=...): its dimensions have no names\n    fix: {fix}")
+        if ranks != sorted(ranks):
+            raise ValueError(f"ProcessGroup(device_mesh=...): ranks must ascend, these are {ranks}")
+        plain = Mesh(**dict(zip(names, device_mesh.mesh.shape, strict=True)))
+        rank = ranks.index(dist.get_rank())
+        self.members: dict[tuple[str, ...], int] = {}
+        self.names: dict[tuple[str, ...], str] = {}
+        made: dict[tuple[int, ...], str] = {}
+        for n in range(1, len(names) + 1):
+            for axes in itertools.combinations(names, n):
+                group = tuple(ranks[r] for r in plain.ranks(axes, rank))
+                if group not in made:
+                    made[group] = _group_name(device_mesh, axes, group)
+                for order in itertools.permutations(axes):
+                    self.members[order], self.names[order] = len(group), made[group]
+        self.mesh = plain.at(rank, self)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
+        """Equal blocks gather; uneven ones go to everybody, one by one."""
+        n = self.members[axes]
+        if _equal(counts):
+            return self._run(_all_gather, x, (n,), axes, call)
+        return self._run(_all_to_all, x.expand(n, x.shape[0]).reshape(-1), (counts, [x.shape[0]] * n), axes, call)
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
+        """Equal blocks are summed on their way; uneven ones where they arrive, in the order of the ranks."""
+        n = self.members[axes]
+        if _equal(counts) and x.dtype in _SUMMED:
+            return self._run(_reduce_scatter, x, (n,), axes, call)
+        mine = counts[self.mesh.ranks(axes, self.mesh.rank).index(self.mesh.rank)]
+        return self._run(_all_to_all, x, ([mine] * n, counts), axes, call, blocks=n)
+
+    def all_to_all(
+        self, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
+    ) -> Work:
+        """A block for each."""
+        return self._run(_all_to_all, x, (receive, counts), axes, call)
+
+    def all_reduce(self, x: Tensor, axes: tuple[str, ...], call: Call) -> Work:
+        """The sum, on its way; of a dtype that cannot be summed there, of everybody's whole."""
+        n = self.members[axes]
+        if x.dtype in _SUMMED:
+            return self._run(_all_reduce, x, (), axes, call)
+        return self._run(_all_gather, x, (n,), axes, call, blocks=n)
+
+    def _run(
+        self, op: Callable[..., Tensor], x: Tensor, how: tuple[Any, ...], axes: tuple[str, ...], call: Call, blocks: int = 0
+    ) -> Work:
+        name = self.names[axes]
+        if torch.compiler.is_compiling():
+            return _Work(op(x, *how, name), x.dtype, blocks)
+        with _Explained(f"{op.__name__[1:].replace('_', '-')} over {'/'.join(axes)}", self, axes, call) as explained:
+            return _Work(op(x, *how, name), x.dtype, blocks, explained)
+
+
+# What gloo carries, and adds up; other dtypes go as bytes and are added where they arrive.
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
+_CARRIED = (*_SUMMED, torch.bool)
+
+
+def _all_gather(x: Tensor, n: int, name: str) -> Tensor:
+    return cast(Tensor, _ops.all_gather_into_tensor(_bytes(x), n, name))
+
+
+def _reduce_scatter(x: Tensor, n: int, name: str) -> Tensor:
+    return cast(Tensor, _ops.reduce_scatter_tensor(x, "sum", n, name))
+
+
+def _all_to_all(x: Tensor, receive: Sequence[int], counts: Sequence[int], name: str) -> Tensor:
+    size = 1 if x.dtype in _CARRIED else x.element_size()
+    return cast(
+        Tensor, _ops.all_to_all_single(_bytes(x), [n * size for n in receive], [n * size for n in counts], name)
+    )
+
+
+def _all_reduce(x: Tensor, name: str) -> Tensor:
+    return cast(Tensor, _ops.all_reduce(x, "sum", name))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x if x.dtype in _CARRIED else x.view(torch.uint8)
+
+
+class _Work:
+    """blocks: how many have to be added up once they are here."""
+
+    def __init__(self, value: Tensor, dtype: torch.dtype, blocks: int, explained: _Explained | None = None) -> None:
+        self.value, self.dtype, self.blocks, self.explained = value, dtype, blocks, explained
+
+    def wait(self) -> Tensor:
+        if self.explained is None:
+            value = _ops.wait_tensor(self.value)
+        else:
+            with self.explained:
+                value = _ops.wait_tensor(self.value)
+        if value.dtype != self.dtype:
+            value = value.view(self.dtype)
+        return summed(value.chunk(self.blocks)) if self.blocks else cast(Tensor, value)
+
+
+class _Explained:
+    """Says of what torch raises in an exchange who took part and what it was for."""
+
+    def __init__(self, what: str, transport: ProcessGroup, axes: tuple[str, ...], call: Call) -> None:
+        self.what, self.transport, self.axes, self.call = what, transport, axes, call
+
+    def __enter__(self) -> _Explained:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError):
+            mesh = self.transport.mesh
+            peers = ", ".join(str(r) for r in mesh.ranks(self.axes, mesh.rank) if r != mesh.rank)
+            raise TransportError(
+                f"rank {mesh.rank}: {self.what} with rank {peers} failed: {self.call}\n"
+                f"    a peer is gone, was slower than the time limit, or made another call     mesh: {mesh}\n"
+                f"    {str(error).splitlines()[0]}"
+            ) from error
+
+
+def _equal(counts: Sequence[int]) -> bool:
+    return all(n == counts[0] for n in counts)
+
+
+def _group_name(device_mesh: Any, axes: tuple[str, ...], ranks: tuple[int, ...]) -> str:
+    """The name of the group of these global ranks; made where torch has none."""
+    if len(ranks) == 1:
+        return ""
+    if len(axes) == 1:
+        return str(device_mesh.get_group(axes[0]).group_name)
+    if len(ranks) == dist.get_world_size():
+        return str(dist.group.WORLD.group_name)
+    # Only its members make a group, each in the same order of axes.
+    return str(dist.new_group(list(ranks), use_local_synchronization=True).group_name)
