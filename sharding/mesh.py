@@ -95,7 +95,7 @@ class Mesh:
         return coordinates(self.axes, rank)
 
     def ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
-        """The group of a rank over some axes: the ranks that differ from it in those alone, in the order of the mesh."""
+        """The group of a rank over some axes: the ranks that differ from it in those alone, ascending."""
         return ranks_of(self.axes, tuple(axes), rank)
 
     def __eq__(self, other: object) -> bool:

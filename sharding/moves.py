@@ -69,8 +69,11 @@ class Planned(NamedTuple):
 
 NOTHING = Move("none")
 _BACKWARDS = {
-    "all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "slice": "place in zeros", "place in zeros": "slice",
-}  # fmt: skip
+    "all-gather": "reduce-scatter",
+    "reduce-scatter": "all-gather",
+    "slice": "place in zeros",
+    "place in zeros": "slice",
+}
 
 
 def adjoint(m: Move) -> Move:

@@ -56,6 +56,10 @@ class Port:
         """The port of the tensor with one more dimension, of n, in front."""
         return replace(self, shape=(n, *self.shape), lead=self.lead + 1)
 
+    def alone(self) -> Port:
+        """The port of one sample of a batch."""
+        return replace(self, shape=self.shape[1:], lead=self.lead - 1)
+
     def local(self, rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard."""
         return tuple(sum(count for _, _, count in dim) for dim in self._pieces(rank, first=False))
@@ -261,7 +265,7 @@ def _check_copies(locals: Sequence[Tensor], port: Port, name: str) -> None:
             detail = str(error).splitlines()
             differ = next((line for line in detail if line.startswith("Greatest absolute")), detail[0])
             raise SpecError(
-                f"{name} is whole over {', '.join(axes)} in its spec, but rank {rank} and rank {other} return different "
+                f"{name} is whole over {', '.join(axes)} in its spec, but ranks {other} and {rank} return different "
                 f"values ({differ.strip()})", port.spec.text or str(port.spec), mesh=str(port.mesh),
                 fix=f'"{port.spec} +{"+".join(axes)}" if it is a pending sum; else a reshard before it is returned',
             ) from None  # fmt: skip

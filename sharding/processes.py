@@ -1,7 +1,7 @@
 """Ranks as processes: torch.distributed over a `DeviceMesh`, gloo or NCCL, as `torchrun` starts them.
 
-The only file that touches torch's functional collectives. They trace: under `torch.compile` an exchange is a node of the
-graph and its wait another. gloo gives garbage, or ends the process, where two ranks expect different sizes, and refuses
+The only file that touches torch's functional collectives. They trace: under `torch.compile` an exchange is a node of
+the graph and its wait another. gloo gives garbage, or ends the process, where two ranks expect different sizes, and refuses
 uneven gathers; so the plan has raised before, and what is uneven goes as an all-to-all with a local sum.
 """
 
@@ -34,7 +34,6 @@ class ProcessGroup:
     """
 
     def __init__(self, device_mesh: Any) -> None:
-        import torch.distributed._functional_collectives  # registers the ops
 
         names = device_mesh.mesh_dim_names
         ranks = device_mesh.mesh.flatten().tolist()
@@ -86,7 +85,13 @@ class ProcessGroup:
         return self._run(_all_gather, x, (n,), axes, call, blocks=n)
 
     def _run(
-        self, op: Callable[..., Tensor], x: Tensor, how: tuple[Any, ...], axes: tuple[str, ...], call: Call, blocks: int = 0
+        self,
+        op: Callable[..., Tensor],
+        x: Tensor,
+        how: tuple[Any, ...],
+        axes: tuple[str, ...],
+        call: Call,
+        blocks: int = 0,
     ) -> Work:
         name = self.names[axes]
         if torch.compiler.is_compiling():
@@ -96,7 +101,8 @@ class ProcessGroup:
 
 
 # What gloo carries, and adds up; other dtypes go as bytes and are added where they arrive.
-_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SUMMED = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 _CARRIED = (*_SUMMED, torch.bool)
 
 
@@ -171,6 +177,6 @@ def _group_name(device_mesh: Any, axes: tuple[str, ...], ranks: tuple[int, ...])
     if len(axes) == 1:
         return str(device_mesh.get_group(axes[0]).group_name)
     if len(ranks) == dist.get_world_size():
-        return str(dist.group.WORLD.group_name)
+        return str(cast(Any, dist.group.WORLD).group_name)
     # Only its members make a group, each in the same order of axes.
-    return str(dist.new_group(list(ranks), use_local_synchronization=True).group_name)
+    return str(cast(Any, dist.new_group(list(ranks), use_local_synchronization=True)).group_name)

@@ -8,9 +8,10 @@ already lie so. Backward is the move read backwards, of the same plan.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from .trace import site
 from .transport import Call, Work
 
 __all__ = ["Pending", "launch", "reshard"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def reshard(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Tensor:
@@ -91,7 +94,7 @@ def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Plan
 def _misfit(
     pair: str, mesh: Mesh, given: tuple[tuple[str, int], ...], shape: Sequence[int], local: Sequence[int]
 ) -> SpecError:
-    left, right = parse_pair(pair)
+    left, _ = parse_pair(pair)
     wanted = " ".join("?" if n < 0 else str(n) for n in local)
     at = next(dim for dim, n in enumerate(local) if n >= 0 and n != shape[dim])
     names = shards.dims_of(left, range(len(shape)))
@@ -115,11 +118,18 @@ def _noted(y: Tensor, mesh: Mesh) -> Tensor:
     return y
 
 
+def _signed(fn: F) -> F:
+    """Keep the signature that `Function.apply` works out anew at each call, which takes a third of its time."""
+    fn.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+    return fn
+
+
 class _Exchange(torch.autograd.Function):
     """Launch and wait at once."""
 
     @staticmethod
-    def forward(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:  # type: ignore[override]
+    @_signed
+    def forward(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
         return _finish(_start(x, move, call, mesh))
 
     @staticmethod
@@ -127,7 +137,7 @@ class _Exchange(torch.autograd.Function):
         ctx.rest = inputs[1:]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         move, back, call, mesh = ctx.rest
         return (
             _Exchange.apply(grad, back, move, call._replace(backward=not call.backward), mesh),
@@ -150,6 +160,7 @@ class _Flight:
         self.move, self.back, self.call, self.mesh = move, back, call, mesh
         self.started: Started | None = None
         self.returning: _Flight | None = None  # of the gradient, once backward has launched it
+        self.batched: _Flight | None = None  # of the whole batch, under vmap
 
     def reversed(self) -> _Flight:
         return _Flight(self.back, self.move, self.call._replace(backward=not self.call.backward), self.mesh)
@@ -159,7 +170,8 @@ class _Launch(torch.autograd.Function):
     """Starts a flight and gives a token of no elements, which ties the wait to it in the graph."""
 
     @staticmethod
-    def forward(x: Tensor, flight: _Flight) -> Tensor:  # type: ignore[override]
+    @_signed
+    def forward(x: Tensor, flight: _Flight) -> Tensor:
         flight.started = _start(x, flight.move, flight.call, flight.mesh)
         return x.new_empty(0)
 
@@ -168,19 +180,20 @@ class _Launch(torch.autograd.Function):
         ctx.flight = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, token: Tensor) -> Any:
         return _Wait.apply(token, ctx.flight.returning), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, flight: _Flight) -> Any:
-        flight.move, flight.back = _behind_a_batch(flight.move), _behind_a_batch(flight.back)
-        token = _Launch.apply(x.movedim(in_dims[0], 0), flight)
+        flight.batched = _Flight(_behind_a_batch(flight.move), _behind_a_batch(flight.back), flight.call, flight.mesh)
+        token = _Launch.apply(x.movedim(in_dims[0], 0), flight.batched)
         return token.expand(info.batch_size, 0), 0
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(token: Tensor, flight: _Flight) -> Tensor:  # type: ignore[override]
+    @_signed
+    def forward(token: Tensor, flight: _Flight) -> Tensor:
         assert flight.started is not None
         return _finish(flight.started)
 
@@ -189,13 +202,13 @@ class _Wait(torch.autograd.Function):
         ctx.flight = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.flight.returning = ctx.flight.reversed()
         return _Launch.apply(grad, ctx.flight.returning), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, token: Tensor, flight: _Flight) -> Any:
-        return _Wait.apply(token.select(in_dims[0], 0), flight), 0
+        return _Wait.apply(token.select(in_dims[0], 0), flight.batched), 0
 
 
 def _behind_a_batch(move: Move) -> Move:
@@ -288,7 +301,7 @@ def _packed(x: Tensor, side: Side) -> Tensor:
     """A flat buffer of each member's ranges of a dimension, one after the other."""
     if side.shape == "even":
         each = (len(side.part), side.lengths[0])
-        return x.unflatten(side.dim, each).movedim(side.dim, 0).contiguous().view(-1)
+        return cast(Tensor, x.unflatten(side.dim, each).movedim(side.dim, 0).contiguous().view(-1))
     if side.shape == "tiles" and math.prod(x.shape[: side.dim]) == 1 and x.is_contiguous():
         return x.view(-1)
     flat, at = x.new_empty(sum(_counts(list(x.shape), side))), 0
@@ -339,7 +352,7 @@ def _among_zeros(y: Tensor, side: Side, me: int) -> Tensor:
 
 
 def _local(x: Tensor, move: Move) -> Tensor:
-    """What needs no peer: nothing, a slice, or a shard among zeros. Plain operations, which differentiate themselves."""
+    """What needs no peer: nothing, a slice, or a shard among zeros. Plain operations differentiate themselves."""
     if move.kind == "slice":
         assert move.target is not None
         y = shards.select(_apart(x, move.before), move.target.dim, move.target.hold[move.me])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import SpecError
-from .mesh import Axes, Mesh, check_axes, coordinates, size_of, text_of
+from .mesh import Axes, Mesh, check_axes, size_of, text_of
 from .spec import ELLIPSIS, Atom, Spec
 
 __all__ = ["balanced", "bind", "complete", "held", "length", "local_shape", "part", "pieces", "select", "slices"]
@@ -94,9 +94,11 @@ def check(spec: Spec, sizes: Mapping[str, int], axes: Axes) -> None:
         chunks = 2 * size_of(axes, atom.axes[0])
         if atom.zigzag and sizes[atom.name] % chunks:
             n, axis = sizes[atom.name], atom.axes[0]
-            what = f"{atom.name}={n} does not divide over {axis}={chunks // 2} in head-tail order (needs a multiple of {chunks})"
-            fix = f'pad {atom.name} to {-(-n // chunks) * chunks}, or drop ":zigzag" (uneven shards are allowed without it)'
-            raise SpecError(what, spec.text, atom.span, mesh=text_of(axes, spec), fix=fix)
+            what = f"{atom.name}={n} does not divide over {axis}={chunks // 2} in head-tail order"
+            fix = f'pad {atom.name} to {-(-n // chunks) * chunks}, or drop ":zigzag" (without it shards may be uneven)'
+            raise SpecError(
+                f"{what} (needs a multiple of {chunks})", spec.text, atom.span, mesh=text_of(axes, spec), fix=fix
+            )
 
 
 def held(atom: Atom, sizes: Mapping[str, int], axes: Axes, at: Mapping[str, int]) -> Ranges:
@@ -257,8 +259,8 @@ def bind(spec: Spec, shape: Sequence[int], sizes: Mapping[str, int], axes: Axes,
         word = " ".join(atom.name for atom in dim)
         if not unknown and product != n:
             raise SpecError(
-                f"{what} does not fit its spec: {word} is {product}, but the tensor has {n} ({numbers})", spec.text, span,
-                mesh=text_of(axes, spec), known=known(sizes),
+                f"{what} does not fit its spec: {word} is {product}, but the tensor has {n} ({numbers})",
+                spec.text, span, mesh=text_of(axes, spec), known=known(sizes),
             )  # fmt: skip
         if len(unknown) == 1 and len(dim) > 1 and (product == 0 or n % product):
             raise SpecError(

@@ -122,7 +122,7 @@ class _Saved(NamedTuple):
 
 class _Simulated(torch.autograd.Function):
     @staticmethod
-    def forward(run: _Run, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(run: _Run, *xs: Tensor) -> tuple[Tensor, ...]:
         return _forward(run, xs)
 
     @staticmethod
@@ -132,7 +132,7 @@ class _Simulated(torch.autograd.Function):
         ctx.mark_non_differentiable(*(y for y in output if not _differentiable(y)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         run, xs = ctx.run, ctx.saved_tensors
         grads = tuple(g for g, port in zip(grads, run.outs, strict=True) if port.differentiable)
         wanted = [i for i, port in enumerate(run.ins) if port.differentiable]
@@ -147,7 +147,9 @@ class _Simulated(torch.autograd.Function):
         batched = _behind_a_batch(run, in_dims[1:], info.batch_size)
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims[1:], strict=True)]
         ys = _Simulated.apply(batched, *moved)
-        run.results, run.structure, run.outs = batched.results, batched.structure, batched.outs
+        assert batched.outs is not None
+        run.results, run.structure = batched.results, batched.structure
+        run.outs = tuple(port.alone() for port in batched.outs)
         return ys, (0,) * len(ys)
 
 
@@ -228,8 +230,7 @@ def _gradient(run: _Run) -> _Run:
                 leaf.value for leaf in leaves if isinstance(leaf.value, Tensor) and _differentiable(leaf.value)
             )
 
-        _, pull = torch.func.vjp(returned, *(xs[i] for i in ins))
-        found = pull(grads)
+        found = torch.func.vjp(returned, *(xs[i] for i in ins))[1](grads)
         return [Leaf(g, None, f"the gradient of args[{i}]") for i, g in zip(ins, found, strict=True)], None
 
     made = _Run(body, run.mesh, (*run.ins, *outs), run.sizes, run.options, run.lead)

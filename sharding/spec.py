@@ -6,10 +6,10 @@
     order   = ":zigzag"                        head-tail order: rank r holds chunks r and 2P-1-r
     partial = "+" axis ("+" axis)*             a pending sum over that axis
 
-Sizes are global. Axes run major to minor: `S/g/u` is split by `g`, each piece then by `u`. An axis splits a tensor once;
-one that is not named is replicated. `(K G)` is one dimension made of two, and `(K/u G)` shards it by key/value head, so
-that a query head lies where its key/value head does. Shards are balanced: where a size does not divide, the first ranks
-hold one more.
+Sizes are global. Axes run major to minor: `S/g/u` is split by `g`, each piece then by `u`. An axis splits a tensor
+once; one that is not named is replicated. `(K G)` is one dimension made of two, and `(K/u G)` shards it by key/value
+head, so that a query head lies where its key/value head does. Shards are balanced: where a size does not divide, the
+first ranks hold one more.
 
 Prior art: seqax's shardlib, torch-einshard, spmd_types, jaxtyping and einops.
 """
@@ -112,9 +112,9 @@ class Spec:
         sizes: of every sharded letter. Raises `SpecError` where DTensor cannot say it: uneven shards other than its
         own, head-tail order, inner factors of a composite dimension, axes in another order than the mesh's.
         """
-        from . import dtensor
+        from .dtensor import placements
 
-        return dtensor.placements(self, device_mesh, sizes)
+        return placements(self, device_mesh, sizes)
 
 
 def parse(text: str | Spec) -> Spec:
@@ -277,7 +277,7 @@ def _same_dims(text: str, left: Spec, right: Spec) -> None:
         raise SpecError(f'dimension "{lost[0].name}" is lost: it stands on the left alone', text, lost[0].span, fix=fix)
     if invented:
         what = f'dimension "{invented[0].name}" is invented: it stands on the right alone'
-        raise SpecError(what, text, invented[0].span, fix=f"write it on the left too, or drop it: a reshard makes none")
+        raise SpecError(what, text, invented[0].span, fix="write it on the left too, or drop it: a reshard makes none")
     shape = [tuple(a.name for a in dim) for dim in left.dims]
     other = [tuple(a.name for a in dim) for dim in right.dims]
     if shape != other:

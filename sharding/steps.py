@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -70,7 +71,8 @@ def steps(left: Spec, right: Spec) -> tuple[Step, ...]:
     if invented:
         at = right.text.index("+" + invented[0], right.start)
         raise SpecError(
-            f'a whole value cannot become a pending sum over "{invented[0]}"', right.text, (at, at + 1 + len(invented[0])),
+            f'a whole value cannot become a pending sum over "{invented[0]}"',
+            right.text, (at, at + 1 + len(invented[0])),
             fix=f'drop "+{invented[0]}" on the right, or write it on the left too if x is one',
         )  # fmt: skip
     found: list[Step] = []
@@ -154,4 +156,4 @@ def one_step(text: str, axes: Axes) -> Step | None:
 def lines(left: Spec, found: Sequence[Step]) -> list[str]:
     """Each step as a pair that `reshard` takes."""
     specs = [left, *(step.after for step in found)]
-    return [f"{a} -> {b}" for a, b in zip(specs, specs[1:], strict=False)]
+    return [f"{a} -> {b}" for a, b in itertools.pairwise(specs)]

@@ -198,7 +198,8 @@ class Threads:
                 missing = [str(m) for m in exchange.group if m not in exchange.deposits]
                 mine = exchange.deposits[r]
                 what = f"{mine.kind} over {'/'.join(exchange.axes)}"
-                text = f"waits in {what} for rank {', '.join(missing) or '-'}: {mine.call}"
+                text = f"waits in {what} for rank {', '.join(missing)}: {mine.call}"
+                text = text if missing else f"is at {what}: {mine.call}"
             elif rank.state == "raised":
                 text = (
                     f"raised {type(rank.error).__name__}: {str(rank.error).splitlines()[0] if str(rank.error) else ''}"
@@ -349,25 +350,28 @@ def _disagreement(first: int, a: _Deposit, r: int, b: _Deposit, group: tuple[int
     if a is b:
         return None
     i, j = group.index(first), group.index(r)
-    same = (
-        ("make different calls", lambda d: (d.kind, d.call.text, d.call.backward)),
-        ("bring different dtypes", lambda d: d.x.dtype),
-        ("bring different shapes", lambda d: d.call.rest),
-        ("differ in whether x requires a gradient", lambda d: d.call.grad),
-    )
-    for what, key in same:
-        if key(a) != key(b):
-            return f"rank {first} and rank {r} {what}: {_told(key(a))} and {_told(key(b))}"
-    blocks = (a.counts[j], b.receive[i]) if a.kind == "all-to-all" else (tuple(a.counts), tuple(b.counts))
-    if blocks[0] != blocks[1] or (a.kind == "all-to-all" and b.counts[i] != a.receive[j]):
-        return f"rank {first} and rank {r} bring blocks of different sizes: {blocks[0]} and {blocks[1]} elements"
+    if a.kind != b.kind or a.call.text != b.call.text or a.call.backward != b.call.backward:
+        return f"rank {first} and rank {r} make different calls: {_told(a)} and {_told(b)}"
+    for what, one, other in (
+        ("bring different dtypes", a.x.dtype, b.x.dtype),
+        ("bring different shapes", a.call.rest, b.call.rest),
+        ("differ in whether x requires a gradient", a.call.grad, b.call.grad),
+    ):
+        if one != other:
+            words = " and ".join(str(n).removeprefix("torch.") for n in (one, other))
+            return f"rank {first} and rank {r} {what}: {words}"
+    if a.kind == "all-to-all":
+        blocks = [([a.counts[j]], [b.receive[i]]), ([b.counts[i]], [a.receive[j]])]
+    else:
+        blocks = [(a.counts, b.counts)]
+    for mine, theirs in blocks:
+        if mine != theirs:
+            return f"rank {first} and rank {r} bring blocks of different sizes: {mine} and {theirs} elements"
     return None
 
 
-def _told(key: Any) -> str:
-    if isinstance(key, tuple) and key and isinstance(key[0], str):
-        return f'{key[0]} for "{key[1]}"' + " (backward)" * key[2]
-    return " ".join(map(str, key)) if isinstance(key, tuple) else str(key).removeprefix("torch.")
+def _told(d: _Deposit) -> str:
+    return f'{d.kind} for "{d.call.text}"' + " (backward)" * d.call.backward
 
 
 def _raised_at(error: BaseException | None) -> str:

@@ -49,7 +49,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's reach. axes: of the group, which a mesh axis or several name; counts: a member's block, in elements."""
+    """One rank's reach. axes: those that name the group. counts: of each member's block, in elements."""
 
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Everybody's block, in order. x: this rank's, of its count."""

@@ -55,8 +55,8 @@ def refuse_other_leaves(results: Sequence[Tensor], shards: Sequence[Tensor]) -> 
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in mine:
             raise ValueError(
-                f"simulate: the body closes over a tensor of {tuple(variable.shape)} that requires a gradient, which it "
-                "would never get\n    fix: hand it over as an argument, with a spec of its own, or detach it"
+                f"simulate: the body closes over a tensor of {tuple(variable.shape)} that requires a gradient, "
+                "which it would never get\n    fix: hand it over as an argument, with a spec of its own, or detach it"
             )
         stack += [parent for parent, _ in node.next_functions if parent is not None]
 

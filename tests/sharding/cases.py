@@ -11,7 +11,7 @@ import torch
 from meshfn import sharding as sh
 from torch import Tensor
 
-LETTERS = "B S T D E F".split()
+LETTERS = ["B", "S", "T", "D", "E", "F"]
 
 
 class Case(NamedTuple):
@@ -33,7 +33,9 @@ def make(seed: int, *, ranks: int | None = None) -> Case:
     """A random legal pair. ranks: how many the mesh shall have; else 1 to 12."""
     r = random.Random(seed)
     sizes_of = {2: [(2,), (2, 1)], 4: [(4,), (2, 2), (1, 4), (2, 1, 2)]}
-    shape = r.choice(sizes_of[ranks] if ranks else [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2), (2, 3, 2)])
+    shape = r.choice(
+        sizes_of[ranks] if ranks else [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2), (2, 3, 2)]
+    )
     axes = dict(zip(r.sample(["g", "u", "tp", "cp", "dp", "row"], len(shape)), shape, strict=True))
     heads = r.random() < 0.4
     letters = r.sample(LETTERS, r.randint(1, 4))
@@ -43,7 +45,10 @@ def make(seed: int, *, ranks: int | None = None) -> Case:
         per = r.choice([1, 2, 3])
         every |= {"K": r.choice([1, 2, 3, 4, 5]), "G": per}
         every["H"] = every["K"] * per
-        dims.insert(r.randint(0, len(dims)), r.choice([("K", "G"), ("K",), ("K",), ("H",), ("K", "E") if "E" not in letters else ("K",)]))
+        dims.insert(
+            r.randint(0, len(dims)),
+            r.choice([("K", "G"), ("K",), ("K",), ("H",), ("K", "E") if "E" not in letters else ("K",)]),
+        )
         every.setdefault("E", 2)
     elif len(dims) > 2 and r.random() < 0.4:
         at = r.randrange(len(dims) - 1)
@@ -122,7 +127,9 @@ def make(seed: int, *, ranks: int | None = None) -> Case:
     )
     texts = []
     for side, spec in ((0, left), (1, right)):
-        names = [word(side, spec, d[0]) if len(d) == 1 else f"({' '.join(word(side, spec, x) for x in d)})" for d in dims]
+        names = [
+            word(side, spec, d[0]) if len(d) == 1 else f"({' '.join(word(side, spec, x) for x in d)})" for d in dims
+        ]
         texts.append(" ".join(names + ["".join(f"+{a}" for a in spec["partial"])] * bool(spec["partial"])))
     given = {x: every[x] for x in every if x in atoms and left[x]}
     if "K" in atoms or "H" in atoms:
