@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test verify lint types bench clean
 
 demo: .venv/demo
 	$(BIN)/python -m meshfn generate --model smollm2-135m --chat --prompt "What is the capital of France?" --max-new-tokens 48
@@ -11,6 +11,10 @@ demo: .venv/demo
 # Two workers, one thread each: threads of two processes on two cores would wait for each other.
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+
+# The slow proof: thousands of random cases, and Inductor over processes.
+verify: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m verify
 
 lint: .venv/test
 	$(BIN)/ruff check .

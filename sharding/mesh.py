@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .errors import SpecError, nearest
+from .transport import Local, Transport
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .spec import Spec
     from .trace import Trace
-    from .transport import Transport
 
 __all__ = ["VOCABULARY", "Mesh"]
 
@@ -41,7 +41,7 @@ class Mesh:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"Mesh({name}=...): a positive number of ranks is needed, not {size!r}")
         self.axes: tuple[tuple[str, int], ...] = tuple(axes.items())
-        self.transport: Transport | None = None
+        self.transport: Transport | None = Local() if self.size == 1 else None
         self.trace: Trace | None = None
         self.received: list[Tensor] | None = None  # what its collectives gave, where an executor wants to know
         self._rank: int | None = 0 if self.size == 1 else None
@@ -75,7 +75,7 @@ class Mesh:
                 f"Mesh.at(rank={rank}): {self.size} ranks need a transport     mesh: {self}\n"
                 "    fix: simulate(body, mesh, ...), or ProcessGroup(device_mesh).mesh"
             )
-        return self._with(rank, transport, self.trace)
+        return self._with(rank, transport or Local(), self.trace)
 
     def recording(self, trace: Trace | None) -> Mesh:
         """The mesh whose collectives are recorded there."""

@@ -1,12 +1,13 @@
 """Ranks as processes: torch.distributed over a `DeviceMesh`, gloo or NCCL, as `torchrun` starts them.
 
 The only file that touches torch's functional collectives. They trace: under `torch.compile` an exchange is a node of
-the graph and its wait another. gloo gives garbage, or ends the process, where two ranks expect different sizes, and refuses
-uneven gathers; so the plan has raised before, and what is uneven goes as an all-to-all with a local sum.
+the graph and its wait another. gloo gives garbage, or ends the process, where two ranks expect different sizes, and
+refuses uneven gathers; so the plan has raised before, and what is uneven goes as an all-to-all with a local sum.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .mesh import Mesh
-from .transport import Call, TransportError, Work, summed
+from .transport import Call, Part, TransportError, Work, disagreement, summed
 
 __all__ = ["ProcessGroup"]
 
@@ -28,13 +29,17 @@ class ProcessGroup:
 
     device_mesh: with names for its dimensions, which become the axes; it may be a part of the world, or one of several
     siblings. Every process of it makes this call at once: a group is made for each set of axes. The time limit of an
-    exchange is that of `init_process_group(timeout=)`.
+    exchange is that of `init_process_group(timeout=)`. check: before each collective the members tell each other what
+    they are about to do, and all of them raise where they disagree; for finding such a fault, at the price of a second
+    exchange each time. Compiled functions do not check.
 
     Raises `ValueError` for a mesh without names, or whose ranks do not ascend.
     """
 
-    def __init__(self, device_mesh: Any) -> None:
+    traces = True
 
+    def __init__(self, device_mesh: Any, *, check: bool = False) -> None:
+        importlib.import_module("torch.distributed._functional_collectives")  # registers the ops
         names = device_mesh.mesh_dim_names
         ranks = device_mesh.mesh.flatten().tolist()
         if not names:
@@ -44,20 +49,25 @@ class ProcessGroup:
             raise ValueError(f"ProcessGroup(device_mesh=...): ranks must ascend, these are {ranks}")
         plain = Mesh(**dict(zip(names, device_mesh.mesh.shape, strict=True)))
         rank = ranks.index(dist.get_rank())
+        self.check = check
         self.members: dict[tuple[str, ...], int] = {}
         self.names: dict[tuple[str, ...], str] = {}
-        made: dict[tuple[int, ...], str] = {}
+        self.groups: dict[tuple[str, ...], Any] = {}
+        made: dict[tuple[int, ...], Any] = {}
         for n in range(1, len(names) + 1):
             for axes in itertools.combinations(names, n):
-                group = tuple(ranks[r] for r in plain.ranks(axes, rank))
-                if group not in made:
-                    made[group] = _group_name(device_mesh, axes, group)
+                members = tuple(ranks[r] for r in plain.ranks(axes, rank))
+                if members not in made:
+                    made[members] = _group(device_mesh, axes, members)
+                group = made[members]
                 for order in itertools.permutations(axes):
-                    self.members[order], self.names[order] = len(group), made[group]
+                    self.members[order], self.groups[order] = len(members), group
+                    self.names[order] = "" if group is None else group.group_name
         self.mesh = plain.at(rank, self)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks gather; uneven ones go to everybody, one by one."""
+        self._agree("all-gather", x, counts, counts, axes, call)
         n = self.members[axes]
         if _equal(counts):
             return self._run(_all_gather, x, (n,), axes, call)
@@ -65,6 +75,7 @@ class ProcessGroup:
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks are summed on their way; uneven ones where they arrive, in the order of the ranks."""
+        self._agree("reduce-scatter", x, counts, counts, axes, call)
         n = self.members[axes]
         if _equal(counts) and x.dtype in _SUMMED:
             return self._run(_reduce_scatter, x, (n,), axes, call)
@@ -75,14 +86,32 @@ class ProcessGroup:
         self, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
     ) -> Work:
         """A block for each."""
+        self._agree("all-to-all", x, counts, receive, axes, call)
         return self._run(_all_to_all, x, (receive, counts), axes, call)
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], call: Call) -> Work:
         """The sum, on its way; of a dtype that cannot be summed there, of everybody's whole."""
+        self._agree("all-reduce", x, [x.numel()], [x.numel()], axes, call)
         n = self.members[axes]
         if x.dtype in _SUMMED:
             return self._run(_all_reduce, x, (), axes, call)
         return self._run(_all_gather, x, (n,), axes, call, blocks=n)
+
+    def _agree(
+        self, kind: str, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
+    ) -> None:
+        """Raise `TransportError` on every member where they are about to do different things."""
+        if not self.check or torch.compiler.is_compiling():
+            return
+        mine = Part(kind, axes, x.numel(), x.dtype, list(counts), list(receive), call)
+        parts: list[Any] = [None] * self.members[axes]
+        with _Explained(f"the check before {mine}", self, axes, call):
+            dist.all_gather_object(parts, mine, group=self.groups[axes])
+        group = self.mesh.ranks(axes, self.mesh.rank)
+        problem = disagreement(group, dict(zip(group, parts, strict=True)))
+        if problem:
+            doing = [f"    rank {r:<3} is at {part}: {part.call}" for r, part in zip(group, parts, strict=True)]
+            raise TransportError("\n".join([problem, *doing, f"    mesh: {self.mesh}"]))
 
     def _run(
         self,
@@ -170,13 +199,13 @@ def _equal(counts: Sequence[int]) -> bool:
     return all(n == counts[0] for n in counts)
 
 
-def _group_name(device_mesh: Any, axes: tuple[str, ...], ranks: tuple[int, ...]) -> str:
-    """The name of the group of these global ranks; made where torch has none."""
+def _group(device_mesh: Any, axes: tuple[str, ...], ranks: tuple[int, ...]) -> Any:
+    """The group of these global ranks; made where torch has none."""
     if len(ranks) == 1:
-        return ""
+        return None
     if len(axes) == 1:
-        return str(device_mesh.get_group(axes[0]).group_name)
+        return device_mesh.get_group(axes[0])
     if len(ranks) == dist.get_world_size():
-        return str(cast(Any, dist.group.WORLD).group_name)
+        return dist.group.WORLD
     # Only its members make a group, each in the same order of axes.
-    return str(cast(Any, dist.new_group(list(ranks), use_local_synchronization=True)).group_name)
+    return dist.new_group(list(ranks), use_local_synchronization=True)

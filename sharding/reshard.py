@@ -46,6 +46,7 @@ def reshard(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Tensor:
     plan = _plan(x, pair, mesh, sizes)
     if plan.move.kind not in COLLECTIVES:
         return _local(x, plan.move)
+    _check_transport(mesh)
     return _noted(_Exchange.apply(x, plan.move, plan.adjoint, _call(x, pair), mesh), mesh)
 
 
@@ -89,6 +90,11 @@ def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Plan
         if expected >= 0 and shape[dim] != expected:
             raise _misfit(pair, mesh, given, shape, plan.local)
     return plan
+
+
+def _check_transport(mesh: Mesh) -> None:
+    if torch.compiler.is_compiling() and not (mesh.transport and mesh.transport.traces):
+        raise RuntimeError("threads cannot be compiled: compile what the body calls, or run it on processes")
 
 
 def _misfit(

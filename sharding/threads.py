@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from .mesh import Mesh
-from .shards import balanced
 from .trace import site
-from .transport import Call, TransportError, Work, summed
+from .transport import Call, Part, TransportError, Work, disagreement, summed
 
 __all__ = ["Fault", "Latency", "Threads"]
 
@@ -31,23 +30,12 @@ Fault = Callable[[int, Call], BaseException | None]
 
 
 @dataclass
-class _Deposit:
-    """What one rank brought to a collective."""
-
-    kind: str
-    x: Tensor
-    counts: list[int]
-    receive: list[int]
-    call: Call
-
-
-@dataclass
 class _Exchange:
-    """One collective of one group."""
+    """One collective of one group: what its members have brought so far, and what they get."""
 
     group: tuple[int, ...]
-    axes: tuple[str, ...]
-    deposits: dict[int, _Deposit] = field(default_factory=dict)
+    parts: dict[int, Part] = field(default_factory=dict)
+    brought: dict[int, Tensor] = field(default_factory=dict)
     results: dict[int, Tensor] | None = None
     ready_at: float = 0.0
 
@@ -151,7 +139,7 @@ class Threads:
         if me.error is not None:
             if not isinstance(me.error, _PeersError):
                 self._fail(f"rank {r} raised {type(me.error).__name__}")
-        elif any(w.group and r in w.group and r not in w.deposits for w in self._waited()):
+        elif any(w.group and r in w.group and r not in w.parts for w in self._waited()):
             self._fail(f"rank {r} returned, and a peer waits for it")
         self._pass_on(r)
 
@@ -195,11 +183,10 @@ class Threads:
         for r, rank in enumerate(self._ranks):
             if rank.state == "waits" and rank.waits_for is not None:
                 exchange = rank.waits_for
-                missing = [str(m) for m in exchange.group if m not in exchange.deposits]
-                mine = exchange.deposits[r]
-                what = f"{mine.kind} over {'/'.join(exchange.axes)}"
-                text = f"waits in {what} for rank {', '.join(missing)}: {mine.call}"
-                text = text if missing else f"is at {what}: {mine.call}"
+                missing = [str(m) for m in exchange.group if m not in exchange.parts]
+                mine = exchange.parts[r]
+                text = f"waits in {mine} for rank {', '.join(missing)}" if missing else f"is at {mine}"
+                text += f": {mine.call}"
             elif rank.state == "raised":
                 text = (
                     f"raised {type(rank.error).__name__}: {str(rank.error).splitlines()[0] if str(rank.error) else ''}"
@@ -208,32 +195,31 @@ class Threads:
             elif rank.state == "running" and rank.ident in frames:
                 text = f"runs  {site(frames[rank.ident])}"
             elif rank.state == "ready":
-                text = "has its turn to come" + (f", after {rank.waits_for.deposits[r].call}" if rank.waits_for else "")
+                text = "has its turn to come" + (f", after {rank.waits_for.parts[r].call}" if rank.waits_for else "")
             else:
                 text = rank.state
             found.append(f"    rank {r:<3} {text}")
         return found
 
-    def launch(
-        self, r: int, kind: str, x: Tensor, counts: list[int], receive: list[int], axes: Any, call: Call
-    ) -> _Work:
+    def launch(self, r: int, x: Tensor, part: Part) -> _Work:
         """One rank brings its part."""
         me = self._ranks[r] if self._ranks else None
+        call = part.call
         if me is None or me.ident != threading.get_ident() or me.state != "running":
             raise TransportError(
-                f"{kind} over {'/'.join(axes)}: this is not rank {r}'s own thread, or its run is over: {call}\n"
+                f"{part}: this is not rank {r}'s own thread, or its run is over: {call}\n"
                 "    fix: differentiate inside the body, or what simulate returned"
             )
         self._check()
         fault = self.fault(r, call) if self.fault else None
         if fault is not None:
             raise fault
-        group = self.mesh.ranks(axes, r)
+        group = self.mesh.ranks(part.axes, r)
         number = self._started[group, r] = self._started.get((group, r), -1) + 1
-        exchange = self._exchanges.setdefault((group, number), _Exchange(group, axes))
-        exchange.deposits[r] = mine = _Deposit(kind, x, counts, receive, call)
-        first = min(exchange.deposits)
-        problem = _disagreement(first, exchange.deposits[first], r, mine, group)
+        exchange = self._exchanges.setdefault((group, number), _Exchange(group))
+        first = min(exchange.parts, default=r)
+        exchange.parts[r], exchange.brought[r] = part, x
+        problem = disagreement(group, {first: exchange.parts[first], r: part})
         if problem:
             me.state, me.waits_for = "waits", exchange
             self._fail(problem)
@@ -242,7 +228,7 @@ class Threads:
         latency = self.latency(r, call) if callable(self.latency) else self.latency
         if latency:
             exchange.ready_at = max(exchange.ready_at, time.monotonic() + latency)
-        if len(exchange.deposits) == len(group):
+        if len(exchange.parts) == len(group):
             del self._exchanges[group, number]
             with torch.no_grad():
                 exchange.results = _received(exchange)
@@ -256,7 +242,7 @@ class Threads:
         me = self._ranks[r]
         self._check()
         while exchange.results is None:
-            gone = [m for m in exchange.group if m not in exchange.deposits and self._ranks[m].state == "returned"]
+            gone = [m for m in exchange.group if m not in exchange.parts and self._ranks[m].state == "returned"]
             me.state, me.waits_for = "waits", exchange
             if gone:
                 self._fail(f"rank {gone[0]} returned, and a peer waits for it")
@@ -304,21 +290,27 @@ class _Reach:
     threads: Threads
     rank: int
 
+    traces = False
+
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
-        return self.threads.launch(self.rank, "all-gather", x, list(counts), list(counts), axes, call)
+        return self._launch("all-gather", x, counts, counts, axes, call)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
-        return self.threads.launch(self.rank, "reduce-scatter", x, list(counts), list(counts), axes, call)
+        return self._launch("reduce-scatter", x, counts, counts, axes, call)
 
     def all_to_all(
         self, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
     ) -> Work:
-        return self.threads.launch(self.rank, "all-to-all", x, list(counts), list(receive), axes, call)
+        return self._launch("all-to-all", x, counts, receive, axes, call)
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], call: Call) -> Work:
-        n = len(self.threads.mesh.ranks(axes, self.rank))
-        counts = [b - a for a, b in (balanced(x.numel(), n, m) for m in range(n))]
-        return self.threads.launch(self.rank, "all-reduce", x, counts, counts, axes, call)
+        return self._launch("all-reduce", x, [x.numel()], [x.numel()], axes, call)
+
+    def _launch(
+        self, kind: str, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
+    ) -> Work:
+        part = Part(kind, axes, x.numel(), x.dtype, list(counts), list(receive), call)
+        return self.threads.launch(self.rank, x, part)
 
 
 class _Ambient:
@@ -345,35 +337,6 @@ class _Ambient:
         self.stack.value.close()
 
 
-def _disagreement(first: int, a: _Deposit, r: int, b: _Deposit, group: tuple[int, ...]) -> str | None:
-    """Why two ranks' parts do not belong to one collective."""
-    if a is b:
-        return None
-    i, j = group.index(first), group.index(r)
-    if a.kind != b.kind or a.call.text != b.call.text or a.call.backward != b.call.backward:
-        return f"rank {first} and rank {r} make different calls: {_told(a)} and {_told(b)}"
-    for what, one, other in (
-        ("bring different dtypes", a.x.dtype, b.x.dtype),
-        ("bring different shapes", a.call.rest, b.call.rest),
-        ("differ in whether x requires a gradient", a.call.grad, b.call.grad),
-    ):
-        if one != other:
-            words = " and ".join(str(n).removeprefix("torch.") for n in (one, other))
-            return f"rank {first} and rank {r} {what}: {words}"
-    if a.kind == "all-to-all":
-        blocks = [([a.counts[j]], [b.receive[i]]), ([b.counts[i]], [a.receive[j]])]
-    else:
-        blocks = [(a.counts, b.counts)]
-    for mine, theirs in blocks:
-        if mine != theirs:
-            return f"rank {first} and rank {r} bring blocks of different sizes: {mine} and {theirs} elements"
-    return None
-
-
-def _told(d: _Deposit) -> str:
-    return f'{d.kind} for "{d.call.text}"' + " (backward)" * d.call.backward
-
-
 def _raised_at(error: BaseException | None) -> str:
     """The line of the body on which an error came up."""
     traceback, found = error.__traceback__ if error else None, ""
@@ -391,14 +354,15 @@ def _raised_at(error: BaseException | None) -> str:
 
 def _received(exchange: _Exchange) -> dict[int, Tensor]:
     """What each rank receives, in memory of its own."""
-    parts = [exchange.deposits[m] for m in exchange.group]
+    xs = [exchange.brought[m] for m in exchange.group]
+    parts = [exchange.parts[m] for m in exchange.group]
     kind = parts[0].kind
     if kind == "all-gather":
-        return {m: torch.cat([p.x for p in parts]) for m in exchange.group}
+        return {m: torch.cat(xs) for m in exchange.group}
     if kind == "all-reduce":
-        total = summed([p.x for p in parts])
+        total = summed(xs)
         return {m: total.clone() for m in exchange.group}
-    blocks = [p.x.split(p.counts) for p in parts]
+    blocks = [x.split(part.counts) for x, part in zip(xs, parts, strict=True)]
     if kind == "reduce-scatter":
         return {m: summed([b[i] for b in blocks]) for i, m in enumerate(exchange.group)}
     return {m: torch.cat([b[i] for b in blocks]) for i, m in enumerate(exchange.group)}

@@ -7,15 +7,14 @@ their lengths in elements. A transport knows nothing of specs. `Local` is one ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .shards import balanced
-
-__all__ = ["Call", "Local", "Transport", "TransportError", "Work", "moved"]
+__all__ = ["Call", "Local", "Part", "Transport", "TransportError", "Work", "disagreement", "moved", "summed"]
 
 
 class TransportError(RuntimeError):
@@ -51,6 +50,11 @@ class Work(Protocol):
 class Transport(Protocol):
     """One rank's reach. axes: those that name the group. counts: of each member's block, in elements."""
 
+    @property
+    def traces(self) -> bool:
+        """Whether a compiled function may use it."""
+        ...
+
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Everybody's block, in order. x: this rank's, of its count."""
         ...
@@ -82,6 +86,8 @@ class Done(NamedTuple):
 class Local:
     """One rank: every collective gives back what it was given."""
 
+    traces = True
+
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         return Done(x)
 
@@ -110,9 +116,65 @@ def moved(kind: str, to: Sequence[int], of: Sequence[int], me: int) -> tuple[int
         return sum(to) - to[me], others * to[me]
     if kind == "all-to-all":
         return sum(to) - to[me], sum(of) - of[me]
-    start, stop = balanced(to[me], len(to), me)
-    both = to[me] + (others - 1) * (stop - start)
+    mine = to[me] // len(to) + (me < to[me] % len(to))
+    both = to[me] + (others - 1) * mine
     return both, both
+
+
+@dataclass
+class Part:
+    """What one rank brings to a collective.
+
+    size, dtype: of its buffer. counts: of the blocks that it sends, or that all bring; receive: of those that it
+    expects.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    size: int
+    dtype: torch.dtype
+    counts: list[int]
+    receive: list[int]
+    call: Call
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {'/'.join(self.axes)}"
+
+
+def disagreement(group: Sequence[int], parts: Mapping[int, Part]) -> str | None:
+    """Why the parts of some members of a group, by rank, do not belong to one collective; None where they do."""
+    first = min(parts)
+    for r in parts:
+        problem = None if r == first else _differ(first, parts[first], r, parts[r], group)
+        if problem:
+            return problem
+    return None
+
+
+def _differ(first: int, a: Part, r: int, b: Part, group: Sequence[int]) -> str | None:
+    i, j = group.index(first), group.index(r)
+    if a.kind != b.kind or a.call.text != b.call.text or a.call.backward != b.call.backward:
+        calls = " and ".join(f'{p.kind} for "{p.call.text}"' + " (backward)" * p.call.backward for p in (a, b))
+        return f"rank {first} and rank {r} make different calls: {calls}"
+    for what, one, other in (
+        ("bring different dtypes", a.dtype, b.dtype),
+        ("bring different shapes", a.call.rest, b.call.rest),
+        ("differ in whether x requires a gradient", a.call.grad, b.call.grad),
+    ):
+        if one != other:
+            return f"rank {first} and rank {r} {what}: {_told(one)} and {_told(other)}"
+    if a.kind == "all-to-all":
+        blocks = [([a.counts[j]], [b.receive[i]]), ([b.counts[i]], [a.receive[j]])]
+    else:
+        blocks = [(a.counts, b.counts)]
+    for mine, theirs in blocks:
+        if mine != theirs:
+            return f"rank {first} and rank {r} bring blocks of different sizes: {mine} and {theirs} elements"
+    return None
+
+
+def _told(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
 
 
 def summed(blocks: Sequence[Tensor]) -> Tensor:

@@ -42,7 +42,10 @@ def _imports(file: Path) -> set[str]:
             elif not node.level:
                 continue
             path = ".".join(base)
-            found |= {path} if path in ROOMS or "." in path else {f"{path}.{a.name}".strip(".") for a in node.names}
+            if path in ROOMS:  # `from ..functional import tree` takes one module of it
+                found |= {f"{path}.{a.name}" if (ROOT / path / f"{a.name}.py").exists() else path for a in node.names}
+            else:
+                found |= {path} if "." in path else {f"{path}.{a.name}".strip(".") for a in node.names}
     return found
 
 
@@ -73,11 +76,22 @@ def test_only_one_file_touches_each_private_interface():
         assert users == {owner}, private
 
 
+def test_private_names_stand_in_one_file_each():
+    owners = {
+        "torch._C._functorch": "sharding/functorch.py",
+        "_c10d_functional": "sharding/processes.py",
+        "_dynamo_marked_constant": "sharding/moves.py",
+    }
+    for private, owner in owners.items():
+        users = {str(f.relative_to(ROOT)) for room in ROOMS for f in (ROOT / room).rglob("*.py") if private in f.read_text()}
+        assert users == {owner}, private
+
+
 def test_import_is_light():
     """Importing everything public leaves the heavy packages to their first use."""
     code = (
         "import sys, torch; before = set(sys.modules)\n"
-        "import meshfn.functional, meshfn.programs\n"
+        "import meshfn.functional, meshfn.programs, meshfn.sharding\n"
         "heavy = {'transformers', 'torch._dynamo', 'torch._inductor', 'torch.distributed.tensor', 'gguf', 'einops'}\n"
         "print(sorted(heavy & (set(sys.modules) - before)))"
     )

@@ -1,0 +1,66 @@
+"""The private torch interfaces that sharding leans on do what is said of them; a release that moves one fails here."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from meshfn.sharding import functorch, moves
+
+
+def test_a_transform_is_seen_from_inside_alone():
+    seen = []
+    torch.func.grad(lambda x: (seen.append((functorch.inside_a_transform(), functorch.is_wrapped(x))), x.sum())[1])(torch.ones(2))
+    assert seen == [(True, True)]
+    assert not functorch.inside_a_transform()
+    assert not functorch.is_wrapped(torch.ones(2, requires_grad=True))
+
+
+def test_another_thread_is_outside_of_the_transform():
+    """Which is why a tensor of it counts as a constant there, and must be refused."""
+    seen = []
+
+    def loss(x):
+        def other():
+            seen.append(functorch.inside_a_transform())
+            with functorch.Guarded():
+                try:
+                    x * 2
+                except ValueError as error:
+                    seen.append("its gradient would be lost" in str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(10)
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(2))
+    assert seen == [False, True]
+
+
+def test_a_rank_may_have_transforms_of_its_own():
+    with functorch.Guarded():
+        assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2, 2]
+        assert torch.vmap(lambda x: x * 2)(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_what_plans_are_marked_with_is_what_torch_marks_constants_with():
+    marked = torch.compiler.assume_constant_result(lambda: None)
+    assert vars(marked) == vars(moves.reads) == vars(moves.move)
+
+
+def test_the_functional_collectives_have_the_signatures_that_are_called():
+    import torch.distributed._functional_collectives  # noqa: F401  registers them
+
+    found = {
+        name: str(getattr(torch.ops._c10d_functional, name).default._schema).split("(")[1].split(")")[0]
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "wait_tensor")
+    }
+    arguments = {name: [word.split()[-1] for word in text.split(",")] for name, text in found.items()}
+    assert arguments == {
+        "all_gather_into_tensor": ["input", "group_size", "group_name"],
+        "reduce_scatter_tensor": ["input", "reduce_op", "group_size", "group_name"],
+        "all_to_all_single": ["input", "output_split_sizes", "input_split_sizes", "group_name"],
+        "all_reduce": ["input", "reduce_op", "group_name"],
+        "wait_tensor": ["tensor"],
+    }
