@@ -360,9 +360,9 @@ def _received(exchange: _Exchange) -> dict[int, Tensor]:
     if kind == "all-gather":
         return {m: torch.cat(xs) for m in exchange.group}
     if kind == "all-reduce":
-        total = summed(xs)
+        total = summed(torch.stack(xs))
         return {m: total.clone() for m in exchange.group}
     blocks = [x.split(part.counts) for x, part in zip(xs, parts, strict=True)]
     if kind == "reduce-scatter":
-        return {m: summed([b[i] for b in blocks]) for i, m in enumerate(exchange.group)}
+        return {m: summed(torch.stack([b[i] for b in blocks])) for i, m in enumerate(exchange.group)}
     return {m: torch.cat([b[i] for b in blocks]) for i, m in enumerate(exchange.group)}

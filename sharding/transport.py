@@ -177,8 +177,7 @@ def _told(value: Any) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
 
 
-def summed(blocks: Sequence[Tensor]) -> Tensor:
-    """The sum of blocks in their order; half precision is summed in fp32 and rounded once."""
-    if not blocks[0].dtype.is_floating_point and not blocks[0].dtype.is_complex:
-        return torch.stack(list(blocks)).sum(0, dtype=blocks[0].dtype)
-    return torch.stack(list(blocks)).sum(0)
+def summed(blocks: Tensor) -> Tensor:
+    """The sum over the first dimension, in its order; half precision is summed in fp32 and rounded once."""
+    whole = not (blocks.dtype.is_floating_point or blocks.dtype.is_complex)
+    return blocks.sum(0, dtype=blocks.dtype) if whole else blocks.sum(0)
