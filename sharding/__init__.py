@@ -1,9 +1,11 @@
 """How tensors lie on a mesh: the spec language, `reshard`, and three executors for one body."""
 
 from .errors import SpecError
+from .explain import Explanation, explain
 from .mesh import Mesh
 from .processes import ProcessGroup
 from .reshard import Pending, launch, reshard
+from .show import Picture, show
 from .simulate import simulate
 from .spec import Spec
 from .threads import Threads
@@ -13,9 +15,11 @@ from .transport import Call, Local, Transport, TransportError
 __all__ = [
     "Call",
     "Event",
+    "Explanation",
     "Local",
     "Mesh",
     "Pending",
+    "Picture",
     "ProcessGroup",
     "Spec",
     "SpecError",
@@ -23,8 +27,10 @@ __all__ = [
     "Trace",
     "Transport",
     "TransportError",
+    "explain",
     "launch",
     "reshard",
+    "show",
     "simulate",
     "trace",
 ]

@@ -154,12 +154,12 @@ def check_axes(axes: Axes, spec: Spec) -> None:
         if axis in known:
             continue
         guess = nearest(axis, dict(axes)) or nearest(axis, VOCABULARY)
-        at = _find_axis(spec, axis)
+        at = find_axis(spec, axis)
         fix = f'did you mean "{guess}"?' if guess else f"one of {', '.join(known)}, or Mesh(..., {axis}=...)"
         raise SpecError(f'no axis "{axis}"', spec.text, (at, at + len(axis)), mesh=text_of(axes), fix=fix)
 
 
-def _find_axis(spec: Spec, axis: str) -> int:
+def find_axis(spec: Spec, axis: str) -> int:
     for atom in spec.atoms:
         at = atom.span[0] + len(atom.name) + (len(atom.need) + 1 if atom.need else 0)
         for i, name in enumerate(atom.axes):

@@ -285,9 +285,10 @@ def _finish(started: Started) -> Tensor:
     y = flat.view(shape) if source is None else _unpacked(flat, source, shape)
     if target is not None and target.fewer:
         y = _among_zeros(y, target, move.me)
+    y = _together(y, move.after)  # which copies too, where the dimension was joined as a view
     if mesh.trace is not None and not torch.compiler.is_compiling():
         mesh.trace.waited(mesh, call, move, flat, y)
-    return _together(y, move.after)
+    return y
 
 
 def _apart(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
