@@ -17,9 +17,9 @@ from torch import Tensor
 
 from . import html, moves, shards
 from .errors import SpecError
+from .exchange import finish, local, start
 from .mesh import Axes, Mesh, check_axes, ranks_of, text_of
 from .moves import Move
-from .reshard import _finish, _local, _start
 from .show import columns, ranks_text
 from .spec import ELLIPSIS, Atom, Spec, parse_pair
 from .steps import COLLECTIVES, Step, lines, one_step, steps
@@ -119,6 +119,8 @@ class Class(NamedTuple):
 class _Dry:
     """A transport that gives blocks without memory, and keeps what it was handed and gave."""
 
+    traces = True
+
     def __init__(self, me: int) -> None:
         self.me, self.taken, self.gave = me, torch.empty(0, device="meta"), torch.empty(0, device="meta")
 
@@ -148,11 +150,11 @@ def _copied(x: Tensor, y: Tensor) -> int:
 def _figures(move: Move, shape: Sequence[int], dtype: torch.dtype, text: str, axes: Axes, rank: int) -> Figures:
     x = torch.empty(tuple(shape), dtype=dtype, device="meta")
     if move.kind not in COLLECTIVES:
-        y = _local(x, move)
+        y = local(x, move)
         return Figures(0, 0, (0, _copied(x, y)), tuple(y.shape))
     dry = _Dry(move.me)
     trace = Trace(Mesh(**dict(axes)).at(rank, dry))
-    y = _finish(_start(x, move, Call(text), trace.mesh))
+    y = finish(start(x, move, Call(text), trace.mesh))
     return Figures(*trace.bytes(rank), (_copied(x, dry.taken), _copied(dry.gave, y)), tuple(y.shape))
 
 

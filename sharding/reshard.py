@@ -9,22 +9,22 @@ already lie so. Backward is the move read backwards, of the same plan.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import moves, shards
 from .errors import SpecError
+from .exchange import Started, finish, local, start
 from .functorch import inside_a_transform
 from .mesh import Mesh
 from .moves import Move, Side
 from .spec import parse_pair
 from .steps import COLLECTIVES
 from .trace import site
-from .transport import Call, Work
+from .transport import Call
 
 __all__ = ["Pending", "launch", "reshard"]
 
@@ -45,7 +45,7 @@ def reshard(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Tensor:
     """
     plan = _plan(x, pair, mesh, sizes)
     if plan.move.kind not in COLLECTIVES:
-        return _local(x, plan.move)
+        return local(x, plan.move)
     _check_transport(mesh)
     return _noted(_Exchange.apply(x, plan.move, plan.adjoint, _call(x, pair), mesh), mesh)
 
@@ -136,7 +136,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @_signed
     def forward(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
-        return _finish(_start(x, move, call, mesh))
+        return finish(start(x, move, call, mesh))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -178,7 +178,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     @_signed
     def forward(x: Tensor, flight: _Flight) -> Tensor:
-        flight.started = _start(x, flight.move, flight.call, flight.mesh)
+        flight.started = start(x, flight.move, flight.call, flight.mesh)
         return x.new_empty(0)
 
     @staticmethod
@@ -201,7 +201,7 @@ class _Wait(torch.autograd.Function):
     @_signed
     def forward(token: Tensor, flight: _Flight) -> Tensor:
         assert flight.started is not None
-        return _finish(flight.started)
+        return finish(flight.started)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -223,164 +223,3 @@ def _behind_a_batch(move: Move) -> Move:
 
     before, after = (tuple((dim + 1, factors) for dim, factors in dims) for dims in (move.before, move.after))
     return move._replace(source=side(move.source), target=side(move.target), before=before, after=after)
-
-
-class Started(NamedTuple):
-    """An exchange under way, with what unpacks it."""
-
-    work: Work
-    move: Move
-    shape: Sequence[int]
-    call: Call
-    mesh: Mesh
-
-
-def _start(x: Tensor, move: Move, call: Call, mesh: Mesh) -> Started:
-    """Pack and launch."""
-    if x.dtype == torch.bool and move.kind in ("all-reduce", "reduce-scatter"):
-        raise SpecError("a pending sum of bools has no dtype to be summed in", call.text, fix="x.int(), or x.long()")
-    transport, source, target = mesh.transport, move.source, move.target
-    assert transport is not None
-    given, x = x, _apart(x, move.before)
-    if not torch.compiler.is_compiling():
-        ends = [side.dim for side in (source, target) if side is not None]
-        call = call._replace(rest=tuple(n for dim, n in enumerate(x.shape) if dim not in ends))
-    if source is not None and source.fewer:
-        x = shards.select(x, source.dim, shards.within(source.hold[move.me], source.part[move.me]))
-    shape = list(x.shape)
-    flat = x.contiguous().view(-1) if target is None else _packed(x, target)
-    if target is not None:
-        shape[target.dim] = target.lengths[move.me]
-    # Elements to and from each member.
-    to = of = [math.prod(shape)] * move.members
-    if target is not None:
-        to = _counts(list(x.shape), target)
-        of = [math.prod(shape)] * move.members
-    if source is not None:
-        of = _counts(shape, source)
-    if move.kind == "all-gather":
-        work = transport.all_gather(flat, of, move.axes, call)
-    elif move.kind == "reduce-scatter":
-        work = transport.reduce_scatter(flat, to, move.axes, call)
-    elif move.kind == "all-to-all":
-        work = transport.all_to_all(flat, to, of, move.axes, call)
-    else:
-        work = transport.all_reduce(flat, move.axes, call)
-    if mesh.trace is not None and not torch.compiler.is_compiling():
-        mesh.trace.launched(mesh, call, move, to, of, given, flat)
-    return Started(work, move, shape, call, mesh)
-
-
-def _counts(shape: list[int], side: Side) -> list[int]:
-    """Elements of each member's block of this dimension."""
-    rest = math.prod([n for dim, n in enumerate(shape) if dim != side.dim])
-    return [n * rest for n in side.lengths]
-
-
-def _finish(started: Started) -> Tensor:
-    """Wait and unpack."""
-    work, move, shape, call, mesh = started
-    flat = work.wait()
-    source, target = move.source, move.target
-    y = flat.view(shape) if source is None else _unpacked(flat, source, shape)
-    if target is not None and target.fewer:
-        y = _among_zeros(y, target, move.me)
-    y = _together(y, move.after)  # which copies too, where the dimension was joined as a view
-    if mesh.trace is not None and not torch.compiler.is_compiling():
-        mesh.trace.waited(mesh, call, move, flat, y)
-    return y
-
-
-def _apart(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
-    """Composite dimensions as their factors; a view."""
-    for dim, factors in reversed(dims):
-        x = x.unflatten(dim, factors)
-    return x
-
-
-def _together(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
-    for dim, factors in dims:
-        x = x.flatten(dim, dim + len(factors) - 1)
-    return x
-
-
-def _packed(x: Tensor, side: Side) -> Tensor:
-    """A flat buffer of each member's ranges of a dimension, one after the other."""
-    if side.shape == "even":
-        each = (len(side.part), side.lengths[0])
-        return cast(Tensor, x.unflatten(side.dim, each).movedim(side.dim, 0).contiguous().view(-1))
-    if side.shape == "tiles" and math.prod(x.shape[: side.dim]) == 1 and x.is_contiguous():
-        return x.view(-1)
-    flat, at = x.new_empty(sum(_counts(list(x.shape), side))), 0
-    for ranges, n in zip(side.part, side.lengths, strict=True):
-        shape = list(x.shape)
-        shape[side.dim] = n
-        block = flat.narrow(0, at, math.prod(shape)).view(shape)
-        at += math.prod(shape)
-        end = 0
-        for a, b in ranges:
-            block.narrow(side.dim, end, b - a).copy_(x.narrow(side.dim, a, b - a))
-            end += b - a
-    return flat
-
-
-def _unpacked(flat: Tensor, side: Side, shape: Sequence[int]) -> Tensor:
-    """The dimension joined from each member's block; ranges that several sent are summed."""
-    shape = list(shape)
-    if side.shape == "even":
-        shape[side.dim] = side.lengths[0]
-        return flat.view([len(side.part), *shape]).movedim(0, side.dim).flatten(side.dim, side.dim + 1)
-    blocks, at = [], 0
-    for n in side.lengths:
-        shape[side.dim] = n
-        blocks.append(flat.narrow(0, at, math.prod(shape)).view(shape))
-        at += math.prod(shape)
-    shape[side.dim] = side.size
-    if side.shape == "tiles":
-        return flat.view(shape) if math.prod(shape[: side.dim]) == 1 else torch.cat(blocks, side.dim)
-    out = flat.new_zeros(shape)
-    for block, ranges in zip(blocks, side.part, strict=True):
-        at = 0
-        for a, b in ranges:
-            out.narrow(side.dim, a, b - a).add_(block.narrow(side.dim, at, b - a))
-            at += b - a
-    return out
-
-
-def _among_zeros(y: Tensor, side: Side, me: int) -> Tensor:
-    """A shard of all that this rank holds, zero where nothing was exchanged."""
-    shape = list(y.shape)
-    shape[side.dim] = shards.length(side.hold[me])
-    out, at = y.new_zeros(shape), 0
-    for a, b in shards.within(side.hold[me], side.part[me]):
-        out.narrow(side.dim, a, b - a).copy_(y.narrow(side.dim, at, b - a))
-        at += b - a
-    return out
-
-
-def _local(x: Tensor, move: Move) -> Tensor:
-    """What needs no peer: nothing, a slice, or a shard among zeros. Plain operations differentiate themselves."""
-    if move.kind == "slice":
-        assert move.target is not None
-        y = shards.select(_apart(x, move.before), move.target.dim, move.target.hold[move.me])
-        return _together(y, move.after)
-    if move.kind == "place in zeros":
-        side = move.source
-        assert side is not None
-        y = _apart(x, move.before)
-        found, at = [], 0
-        for a, b in side.hold[move.me]:
-            found.append((a, y.narrow(side.dim, at, b - a)))
-            at += b - a
-        pieces, end = [y.narrow(side.dim, 0, 0)], 0  # a rank that holds nothing is part of the graph too
-        for a, piece in sorted(found, key=lambda pair: pair[0]):
-            pieces += [_zeros(y, side.dim, a - end), piece]
-            end = a + piece.shape[side.dim]
-        return _together(torch.cat([*pieces, _zeros(y, side.dim, side.size - end)], side.dim), move.after)
-    return x
-
-
-def _zeros(x: Tensor, dim: int, n: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = n
-    return x.new_zeros(shape)

@@ -83,7 +83,9 @@ def test_private_names_stand_in_one_file_each():
         "_dynamo_marked_constant": "sharding/moves.py",
     }
     for private, owner in owners.items():
-        users = {str(f.relative_to(ROOT)) for room in ROOMS for f in (ROOT / room).rglob("*.py") if private in f.read_text()}
+        users = {
+            str(f.relative_to(ROOT)) for room in ROOMS for f in (ROOT / room).rglob("*.py") if private in f.read_text()
+        }
         assert users == {owner}, private
 
 

@@ -63,3 +63,12 @@ def test_the_error_is_as_shown():
     with pytest.raises(F.ShapeError) as error:
         F.dot_product_attention(q, k, k)
     assert f"ShapeError: {error.value}\n" in README
+
+
+def test_sharding(capsys):
+    code = snippet("sh.simulate")
+    exec(code, {})
+    printed = capsys.readouterr().out
+    shown = README.split(code)[1].split("```\n")[2]
+    assert printed.startswith(shown)
+    assert printed.endswith("True True\n")

@@ -75,10 +75,11 @@ def rank(r: int, n: int, store: str) -> None:
                 y = DTensor.from_local(x, device_mesh, [left]).redistribute(placements=[right])
                 return torch.autograd.grad(y.to_local(grad_placements=[back]), x, g)
 
+            plain, placed = x.detach(), there.detach()
             forward = rounds(
                 {
-                    "reshard": lambda x=x.detach(), p=pair, s=sizes: sh.reshard(x, p, mesh, **s),
-                    "DTensor": lambda t=there.detach(), p=right: t.redistribute(placements=[p]).to_local(),
+                    "reshard": lambda x=plain, p=pair, s=sizes: sh.reshard(x, p, mesh, **s),
+                    "DTensor": lambda t=placed, p=right: t.redistribute(placements=[p]).to_local(),
                     "bare": lambda w=whole, f=flat, b=bare: b(w, f),
                 },
                 9, each,

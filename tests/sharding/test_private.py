@@ -10,7 +10,9 @@ from meshfn.sharding import functorch, moves
 
 def test_a_transform_is_seen_from_inside_alone():
     seen = []
-    torch.func.grad(lambda x: (seen.append((functorch.inside_a_transform(), functorch.is_wrapped(x))), x.sum())[1])(torch.ones(2))
+    torch.func.grad(lambda x: (seen.append((functorch.inside_a_transform(), functorch.is_wrapped(x))), x.sum())[1])(
+        torch.ones(2)
+    )
     assert seen == [(True, True)]
     assert not functorch.inside_a_transform()
     assert not functorch.is_wrapped(torch.ones(2, requires_grad=True))
@@ -50,11 +52,17 @@ def test_what_plans_are_marked_with_is_what_torch_marks_constants_with():
 
 
 def test_the_functional_collectives_have_the_signatures_that_are_called():
-    import torch.distributed._functional_collectives  # noqa: F401  registers them
+    import torch.distributed._functional_collectives
 
     found = {
         name: str(getattr(torch.ops._c10d_functional, name).default._schema).split("(")[1].split(")")[0]
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce", "wait_tensor")
+        for name in (
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+            "all_to_all_single",
+            "all_reduce",
+            "wait_tensor",
+        )
     }
     arguments = {name: [word.split()[-1] for word in text.split(",")] for name, text in found.items()}
     assert arguments == {
