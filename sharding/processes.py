@@ -71,7 +71,7 @@ class ProcessGroup:
         n = self.members[axes]
         if _equal(counts):
             return self._run(_all_gather, x, (n,), axes, call)
-        return self._run(_all_to_all, x.expand(n, x.shape[0]).reshape(-1), (counts, [x.shape[0]] * n), axes, call)
+        return self._run(_all_to_all, x.repeat(n), (counts, [x.shape[0]] * n), axes, call)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks are summed on their way, uneven ones where they arrive, in the order of the ranks. So are all on
@@ -156,7 +156,10 @@ def _all_reduce(x: Tensor, name: str) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x if x.dtype in _CARRIED else x.view(torch.uint8)
+    if x.dtype in _CARRIED:
+        return x
+    # A flat buffer of one element or none may have any stride, and only a stride of 1 can be seen as bytes.
+    return (x if x.stride(0) == 1 else x.new_empty(x.shape).copy_(x)).view(torch.uint8)
 
 
 class _Work:
