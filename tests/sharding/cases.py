@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,28 +33,52 @@ class Case(NamedTuple):
 def make(seed: int, *, ranks: int | None = None) -> Case:
     """A random legal pair. ranks: how many the mesh shall have; else 1 to 12."""
     r = random.Random(seed)
-    sizes_of = {2: [(2,), (2, 1)], 4: [(4,), (2, 2), (1, 4), (2, 1, 2)]}
-    shape = r.choice(
-        sizes_of[ranks] if ranks else [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2), (2, 3, 2)]
-    )
-    axes = dict(zip(r.sample(["g", "u", "tp", "cp", "dp", "row"], len(shape)), shape, strict=True))
+    axes = _mesh(r, ranks)
+    every, dims = _dims(r)
+    atoms = [x for dim in dims for x in dim]
+    left, right, kind = _sides(r, axes, atoms)
+    marks = _marks(r, axes, atoms, (left, right), every)
+    for side, spec in enumerate((left, right)):
+        spec["marks"] = {x: marks.get((side, x)) for x in atoms}
+    pair = " -> ".join(_text(dims, spec) for spec in (left, right))
+    given = {x: every[x] for x in every if x in atoms and left[x]}
+    if "K" in atoms or "H" in atoms:
+        given |= {"K": every["K"], "G": every["G"]}
+    given |= {x: every[x] for d in dims if len(d) > 1 for x in d}  # factors cannot all be read
+    kinds = [torch.float64] * 6 + [torch.float32, torch.bfloat16, torch.int64]
+    if kind not in ("all-reduce", "reduce-scatter"):
+        kinds.append(torch.bool)
+    return Case(axes, pair, given, every, tuple(dims), left, right, kind, seed, r.choice(kinds))
+
+
+def _mesh(r: random.Random, ranks: int | None) -> dict[str, int]:
+    any_size = [(1,), (2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (2, 2, 2), (2, 3, 2)]
+    this_size = {2: [(2,), (2, 1)], 4: [(4,), (2, 2), (1, 4), (2, 1, 2)]}
+    shape = r.choice(this_size[ranks] if ranks else any_size)
+    return dict(zip(r.sample(["g", "u", "tp", "cp", "dp", "row"], len(shape)), shape, strict=True))
+
+
+def _dims(r: random.Random) -> tuple[dict[str, int], list[tuple[str, ...]]]:
+    """Sizes by letter, and the letters of each dimension: with heads, or with two letters in one, or neither."""
     heads = r.random() < 0.4
     letters = r.sample(LETTERS, r.randint(1, 4))
     every = {x: r.choice([0, 1, 1, 2, 3, 5, 6, 7, 8]) for x in letters}
     dims: list[tuple[str, ...]] = [(x,) for x in letters]
     if heads:
-        per = r.choice([1, 2, 3])
-        every |= {"K": r.choice([1, 2, 3, 4, 5]), "G": per}
-        every["H"] = every["K"] * per
-        dims.insert(
-            r.randint(0, len(dims)),
-            r.choice([("K", "G"), ("K",), ("K",), ("H",), ("K", "E") if "E" not in letters else ("K",)]),
-        )
+        every["G"] = r.choice([1, 2, 3])
+        every["K"] = r.choice([1, 2, 3, 4, 5])
+        every["H"] = every["K"] * every["G"]
+        of_heads = [("K", "G"), ("K",), ("K",), ("H",), ("K", "E") if "E" not in letters else ("K",)]
+        dims.insert(r.randint(0, len(dims)), r.choice(of_heads))
         every.setdefault("E", 2)
     elif len(dims) > 2 and r.random() < 0.4:
         at = r.randrange(len(dims) - 1)
         dims[at : at + 2] = [dims[at] + dims[at + 1]]
-    atoms = [x for dim in dims for x in dim]
+    return every, dims
+
+
+def _sides(r: random.Random, axes: dict[str, int], atoms: list[str]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Axes by letter, and under "partial", before and after one move; and its kind."""
     free = list(axes)
     r.shuffle(free)
     left: dict[str, Any] = {"partial": [], **{x: [] for x in atoms}}
@@ -61,7 +86,7 @@ def make(seed: int, *, ranks: int | None = None) -> Case:
         left[r.choice([*atoms, "partial"])].append(axis)
     unused = [axis for axis in free if not any(axis in v for v in left.values())]
     right = {k: list(v) for k, v in left.items()}
-    moves = []
+    moves: list[tuple[str, str | None, str | None]] = []
     for x in atoms:
         if left[x]:
             moves += [("all-gather", x, None), ("place in zeros", x, None)]
@@ -73,29 +98,33 @@ def make(seed: int, *, ranks: int | None = None) -> Case:
     if unused:
         moves += [("slice", None, r.choice(atoms))]
     kind, source, target = r.choice(moves) if moves else ("nothing", None, None)
+    run: list[str] = []
     if source:
-        n = r.randint(1, len(left[source]))
-        run = left[source][-n:]
-        right[source] = left[source][: len(left[source]) - n]
+        kept = len(left[source]) - r.randint(1, len(left[source]))
+        run, right[source] = left[source][kept:], left[source][:kept]
     elif kind == "slice":
         run = r.sample(unused, r.randint(1, len(unused)))
     elif kind in ("reduce-scatter", "all-reduce"):
         run = r.sample(left["partial"], r.randint(1, len(left["partial"])))
         right["partial"] = [axis for axis in left["partial"] if axis not in run]
-    else:
-        run = []
     if target:
         right[target] = left[target] + run
     if kind == "place in zeros":
         right["partial"] = left["partial"] + run
-    # Head-tail order, and heads as queries need them.
+    return left, right, kind
+
+
+def _marks(
+    r: random.Random, axes: dict[str, int], atoms: list[str], sides: tuple[Any, Any], every: dict[str, int]
+) -> dict[tuple[int, str], str]:
+    """Head-tail order, and heads as queries need them, by side and letter. Sizes are raised to what the order needs."""
+    left, right = sides
     marks: dict[tuple[int, str], str] = {}
     for x in atoms:
-        for side, spec in ((0, left), (1, right)):
+        for side, spec in enumerate(sides):
             if not spec[x]:
                 continue
-            same = side and left[x] and left[x][0] == right[x][0]
-            if same:
+            if side and left[x] and left[x][0] == right[x][0]:  # the outermost axis stays, and its order with it
                 if (0, x) in marks:
                     marks[1, x] = marks[0, x]
             elif x == "K" and r.random() < 0.5:
@@ -106,46 +135,26 @@ def make(seed: int, *, ranks: int | None = None) -> Case:
                 if x in ("K", "G"):
                     every["H"] = every["K"] * every["G"]
                 if x == "H":
-                    every["G"] = 1
-                    every["K"] = every["H"]
+                    every |= {"G": 1, "K": every["H"]}
     for x in atoms:  # one size may serve two orders
-        for side, spec in ((0, left), (1, right)):
-            if marks.get((side, x)) == ":zigzag":
-                need = 2 * axes[spec[x][0]]
-                every[x] = -(-every[x] // need) * need
-                other = marks.get((1 - side, x))
-                if other == ":zigzag":
-                    need = math.lcm(need, 2 * axes[(right if side == 0 else left)[x][0]])
-                    every[x] = -(-every[x] // need) * need
-    if "K" in every:
-        every["H"] = every["K"] * every["G"] if "H" not in atoms else every["H"]
-        if "H" in atoms:
-            every |= {"K": every["H"], "G": 1}
-    word = lambda side, spec, x: "/".join(  # noqa: E731
-        [x + ("@H" if marks.get((side, x)) == "@H" else "")]
-        + [a + (":zigzag" if i == 0 and marks.get((side, x)) == ":zigzag" else "") for i, a in enumerate(spec[x])]
-    )
-    texts = []
-    for side, spec in ((0, left), (1, right)):
-        names = [
-            word(side, spec, d[0]) if len(d) == 1 else f"({' '.join(word(side, spec, x) for x in d)})" for d in dims
-        ]
-        texts.append(" ".join(names + ["".join(f"+{a}" for a in spec["partial"])] * bool(spec["partial"])))
-    given = {x: every[x] for x in every if x in atoms and left[x]}
-    if "K" in atoms or "H" in atoms:
-        given |= {"K": every["K"], "G": every["G"]}
-    given |= {x: every[x] for d in dims if len(d) > 1 for x in d}  # factors cannot all be read
-    kinds = [torch.float64] * 6 + [torch.float32, torch.bfloat16, torch.int64]
-    if kind not in ("all-reduce", "reduce-scatter"):
-        kinds.append(torch.bool)
-    for name, spec, side in (("left", left, 0), ("right", right, 1)):
-        spec["marks"] = {x: marks.get((side, x)) for x in atoms}
-        assert name
-    return Case(axes, " -> ".join(texts), given, every, tuple(dims), left, right, kind, seed, r.choice(kinds))
+        needs = [2 * axes[sides[side][x][0]] for side in (0, 1) if marks.get((side, x)) == ":zigzag"]
+        for need in [*needs, math.lcm(*needs)] if needs else ():
+            every[x] = -(-every[x] // need) * need
+    if "H" in atoms:
+        every |= {"K": every["H"], "G": 1}
+    elif "K" in every:
+        every["H"] = every["K"] * every["G"]
+    return marks
 
 
-def _split(index: np.ndarray, parts: int, at: int) -> np.ndarray:
-    return np.array_split(index, parts)[at]
+def _text(dims: Sequence[tuple[str, ...]], spec: dict[str, Any]) -> str:
+    def word(x: str) -> str:
+        mark = spec["marks"][x] or ""
+        axes = [axis + mark * (mark == ":zigzag" and i == 0) for i, axis in enumerate(spec[x])]
+        return "/".join([x + mark * (mark == "@H"), *axes])
+
+    names = [word(d[0]) if len(d) == 1 else f"({' '.join(map(word, d))})" for d in dims]
+    return " ".join(names + ["".join(f"+{a}" for a in spec["partial"])] * bool(spec["partial"]))
 
 
 def held(case: Case, side: dict[str, Any], at: dict[str, int]) -> list[np.ndarray]:
@@ -159,7 +168,7 @@ def held(case: Case, side: dict[str, Any], at: dict[str, int]) -> list[np.ndarra
                 chunks = np.split(index, 2 * case.axes[axis])
                 index = np.concatenate([chunks[at[axis]], chunks[2 * case.axes[axis] - 1 - at[axis]]])
             else:
-                index = _split(index, case.axes[axis], at[axis])
+                index = np.array_split(index, case.axes[axis])[at[axis]]
         found.append(np.unique(index // case.every["G"]) if mark == "@H" else index)
     return found
 
