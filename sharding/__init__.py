@@ -3,7 +3,7 @@
 from .errors import SpecError
 from .explain import Explanation, explain
 from .mesh import Mesh
-from .processes import ProcessGroup
+from .processes import ProcessGroup, keep_collectives
 from .reshard import Pending, launch, reshard
 from .show import Picture, show
 from .simulate import simulate
@@ -28,6 +28,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "explain",
+    "keep_collectives",
     "launch",
     "reshard",
     "show",

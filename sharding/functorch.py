@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Guarded", "inside_a_transform", "is_wrapped"]
+__all__ = ["Guarded", "is_wrapped", "transform_level"]
 
 
 def is_wrapped(x: Tensor) -> bool:
@@ -16,9 +16,9 @@ def is_wrapped(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
-def inside_a_transform() -> bool:
-    """Whether this thread runs inside of `torch.func.grad`, `vmap` or another transform."""
-    return torch._C._functorch.maybe_current_level() is not None
+def transform_level() -> int:
+    """How many transforms (`torch.func.grad`, `vmap`) this thread runs inside of."""
+    return torch._C._functorch.maybe_current_level() or 0
 
 
 class Guarded(TorchFunctionMode):
@@ -26,7 +26,7 @@ class Guarded(TorchFunctionMode):
     and its gradient would be lost."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        level = torch._C._functorch.maybe_current_level() or 0
+        level = transform_level()
         for value in (*args, *(kwargs or {}).values()):
             for x in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(x, Tensor) and is_wrapped(x) and torch._C._functorch.maybe_get_level(x) > level:

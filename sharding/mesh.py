@@ -38,12 +38,16 @@ class Mesh:
 
     def __init__(self, **axes: int) -> None:
         for name, size in axes.items():
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise ValueError(f"Mesh({name!r}=...): an axis has a name of letters, digits and _, as in a spec")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"Mesh({name}=...): a positive number of ranks is needed, not {size!r}")
         self.axes: tuple[tuple[str, int], ...] = tuple(axes.items())
         self.transport: Transport | None = Local() if self.size == 1 else None
         self.trace: Trace | None = None
-        self.received: list[Tensor] | None = None  # what its collectives gave, where an executor wants to know
+        # What its collectives gave, where an executor wants to know, at this level of transforms.
+        self.received: list[Tensor] | None = None
+        self.level = 0
         self._rank: int | None = 0 if self.size == 1 else None
 
     @property
@@ -88,6 +92,9 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> int:
         """The size of an axis; 1 for one of the vocabulary that this mesh lacks."""
+        if axis not in dict(self.axes) and axis not in VOCABULARY:
+            guess = nearest(axis, dict(self.axes))
+            raise KeyError(f'no axis "{axis}"     mesh: {self}' + (f'     did you mean "{guess}"?' if guess else ""))
         return size_of(self.axes, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -149,13 +156,17 @@ def text_of(axes: Axes, spec: Spec | None = None, *others: Any) -> str:
 
 def check_axes(axes: Axes, spec: Spec) -> None:
     """Raise `SpecError` for an axis that neither the mesh nor the vocabulary knows."""
-    known = [*dict(axes), *VOCABULARY]
+    known = list(dict.fromkeys([*dict(axes), *VOCABULARY]))
     for axis in spec.axes:
         if axis in known:
             continue
-        guess = nearest(axis, dict(axes)) or nearest(axis, VOCABULARY)
         at = find_axis(spec, axis)
-        fix = f'did you mean "{guess}"?' if guess else f"one of {', '.join(known)}, or Mesh(..., {axis}=...)"
+        parts = [name for name in dict(axes) if axis.startswith(name) and axis[len(name) :] in dict(axes)]
+        guess = nearest(axis, dict(axes)) or nearest(axis, VOCABULARY)
+        if parts:
+            fix = f'did you mean "{parts[0]}/{axis[len(parts[0]) :]}"?'
+        else:
+            fix = f'did you mean "{guess}"?' if guess else f"one of {', '.join(known)}, or Mesh(..., {axis}=...)"
         raise SpecError(f'no axis "{axis}"', spec.text, (at, at + len(axis)), mesh=text_of(axes), fix=fix)
 
 

@@ -112,7 +112,9 @@ def _reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int)
     given = shards.complete(dict(sizes), text)
     named = [dim for dim in left.dims if dim[0].name != ELLIPSIS]
     if ndim < len(named) or (ndim > len(named) and len(named) == len(left.dims)):
-        what = f"x does not fit its spec: it has {ndim} dimensions, the spec {len(named)}"
+        least = "at least " if len(named) < len(left.dims) else ""
+        dims = f"{ndim} dimension{'s' * (ndim != 1)}"
+        what = f"x does not fit its spec: it has {dims}, and the spec {least}{len(named)}"
         raise SpecError(what, text, mesh=text_of(axes, left, right))
     shards.check(left, given, axes)
     if step is None:
@@ -177,7 +179,8 @@ def _factor(
     if n % product:
         words = " ".join(f"{atom.name}={_local(atom, sizes, axes, at)}" for atom in known)
         what = f"({' '.join(a.name for a in dim)}) is {n} here, which does not factor: {words} does not divide it"
-        raise SpecError(what, spec.text, span, **facts)
+        fix = f"another {known[0].name}, or pass {unknown[0]}=... and reshape x"
+        raise SpecError(what, spec.text, span, **facts, fix=fix)
     return shards.complete({**sizes, unknown[0]: n // product}, spec.text)
 
 

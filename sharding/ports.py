@@ -142,11 +142,10 @@ def matched(value: Any, spec: Any, name: str) -> list[Leaf]:
         return [leaf for i, (v, s) in pairs for leaf in matched(v, s, f"{name}[{i}]")]
     specs, leaves = tree.paths(spec), tree.paths(value)
     if list(specs) != list(leaves):
-        differ = next((p for p in [*specs, *leaves] if p not in specs or p not in leaves), "")
-        where = "specs have no such leaf" if differ in leaves else "specs have one there, the value none"
-        raise SpecError(
-            f"{name}: its specs have another structure, at {name}{differ}: {where}", fix="one spec a tensor"
-        )
+        missing = ", ".join(name + path for path in leaves if path not in specs)
+        more = ", ".join(name + path for path in specs if path not in leaves)
+        both = [f"without a spec: {missing}"] * bool(missing) + [f"in the specs alone: {more}"] * bool(more)
+        raise SpecError(f"{name}: its specs have another structure; {'; '.join(both)}", fix="one spec a tensor")
     return [leaf for path in leaves for leaf in matched(leaves[path], specs[path], name + path)]
 
 
@@ -174,7 +173,7 @@ def enter(leaves: Sequence[Leaf], mesh: Mesh, sizes: Mapping[str, int]) -> list[
         shards.check(leaf.spec, known, mesh.axes)
         for dim in leaf.spec.dims:
             for atom in dim if any(a.axes for a in dim) else ():
-                shards.size(leaf.spec, atom, atom.name, known, mesh.axes)
+                shards.size(leaf.spec, atom, atom.name, known, mesh.axes, leaf.name)
     return [
         Port(leaf.spec or WHOLE, tuple(leaf.value.shape), known, mesh, False, _differentiable(leaf.value))
         for leaf in leaves
@@ -225,7 +224,7 @@ def _global_shape(
         if any(atom.axes for atom in dim):
             for atom in unknown:
                 if atom.axes or len(unknown) > 1:
-                    shards.size(spec, atom, atom.name, known, mesh.axes)  # raises
+                    shards.size(spec, atom, atom.name, known, mesh.axes, leaf.name)  # raises
             shards.check(replace(spec, dims=(tuple(a for a in dim if a.name in known),), partial=()), known, mesh.axes)
             parts = [atom for atom in dim if atom.name in known]
             held = [shards.length(shards.held(a, known, mesh.axes, at)) if a.axes else known[a.name] for a in parts]

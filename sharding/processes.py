@@ -19,7 +19,7 @@ from torch import Tensor
 from .mesh import Mesh
 from .transport import Call, Part, TransportError, Work, disagreement, summed
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "keep_collectives"]
 
 _ops = torch.ops._c10d_functional
 
@@ -31,9 +31,10 @@ class ProcessGroup:
     siblings. Every process of it makes this call at once: a group is made for each set of axes. The time limit of an
     exchange is that of `init_process_group(timeout=)`. check: before each collective the members tell each other what
     they are about to do, and all of them raise where they disagree; for finding such a fault, at the price of a second
-    exchange each time. Compiled functions do not check.
+    exchange each time. Compiled functions do not check. Without it, a tensor that requires a gradient on one rank
+    alone is found in backward, where that rank waits until the time limit.
 
-    Raises `ValueError` for a mesh without names, or whose ranks do not ascend.
+    Raises `ValueError` for a mesh without names, whose ranks do not ascend, or that this process is not in.
     """
 
     traces = True
@@ -47,6 +48,8 @@ class ProcessGroup:
             raise ValueError(f"ProcessGroup(device_mesh=...): its dimensions have no names\n    fix: {fix}")
         if ranks != sorted(ranks):
             raise ValueError(f"ProcessGroup(device_mesh=...): ranks must ascend, these are {ranks}")
+        if dist.get_rank() not in ranks:
+            raise ValueError(f"ProcessGroup(device_mesh=...): rank {dist.get_rank()} is none of its ranks {ranks}")
         plain = Mesh(**dict(zip(names, device_mesh.mesh.shape, strict=True)))
         rank = ranks.index(dist.get_rank())
         self.check = check
@@ -70,8 +73,8 @@ class ProcessGroup:
         self._agree("all-gather", x, counts, counts, axes, call)
         n = self.members[axes]
         if _equal(counts):
-            return self._run(_all_gather, x, (n,), axes, call)
-        return self._run(_all_to_all, x.repeat(n), (counts, [x.shape[0]] * n), axes, call)
+            return self._run("all-gather", _all_gather, x, (n,), axes, call)
+        return self._run("all-gather", _all_to_all, x.repeat(n), (counts, [x.shape[0]] * n), axes, call)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks are summed on their way, uneven ones where they arrive, in the order of the ranks. So are all on
@@ -79,24 +82,24 @@ class ProcessGroup:
         self._agree("reduce-scatter", x, counts, counts, axes, call)
         n = self.members[axes]
         if _equal(counts) and x.dtype in _SUMMED and x.device.type != "cpu":
-            return self._run(_reduce_scatter, x, (n,), axes, call)
+            return self._run("reduce-scatter", _reduce_scatter, x, (n,), axes, call)
         mine = counts[self.mesh.ranks(axes, self.mesh.rank).index(self.mesh.rank)]
-        return self._run(_all_to_all, x, ([mine] * n, counts), axes, call, blocks=n)
+        return self._run("reduce-scatter", _all_to_all, x, ([mine] * n, counts), axes, call, blocks=n)
 
     def all_to_all(
         self, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
     ) -> Work:
         """A block for each."""
         self._agree("all-to-all", x, counts, receive, axes, call)
-        return self._run(_all_to_all, x, (receive, counts), axes, call)
+        return self._run("all-to-all", _all_to_all, x, (receive, counts), axes, call)
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], call: Call) -> Work:
         """The sum, on its way; of a dtype that cannot be summed there, of everybody's whole."""
         self._agree("all-reduce", x, [x.numel()], [x.numel()], axes, call)
         n = self.members[axes]
         if x.dtype in _SUMMED:
-            return self._run(_all_reduce, x, (), axes, call)
-        return self._run(_all_gather, x, (n,), axes, call, blocks=n)
+            return self._run("all-reduce", _all_reduce, x, (), axes, call)
+        return self._run("all-reduce", _all_gather, x, (n,), axes, call, blocks=n)
 
     def _agree(
         self, kind: str, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
@@ -116,6 +119,7 @@ class ProcessGroup:
 
     def _run(
         self,
+        kind: str,
         op: Callable[..., Tensor],
         x: Tensor,
         how: tuple[Any, ...],
@@ -126,7 +130,7 @@ class ProcessGroup:
         name = self.names[axes]
         if torch.compiler.is_compiling():
             return _Work(op(x, *how, name), x.dtype, blocks)
-        with _Explained(f"{op.__name__[1:].replace('_', '-')} over {'/'.join(axes)}", self, axes, call) as explained:
+        with _Explained(f"{kind} over {'/'.join(axes)}", self, axes, call) as explained:
             return _Work(op(x, *how, name), x.dtype, blocks, explained)
 
 
@@ -160,6 +164,18 @@ def _bytes(x: Tensor) -> Tensor:
         return x
     # A flat buffer of one element or none may have any stride, and only a stride of 1 can be seen as bytes.
     return (x if x.stride(0) == 1 else x.new_empty(x.shape).copy_(x)).view(torch.uint8)
+
+
+def keep_collectives() -> Any:
+    """For `checkpoint(fn, ..., use_reentrant=False, context_fn=sh.keep_collectives)`: backward computes `fn` again, but
+    what its exchanges on processes gave is kept, and they do not run again."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        moved = op.namespace == "_c10d_functional"
+        return CheckpointPolicy.MUST_SAVE if moved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class _Work:

@@ -9,6 +9,8 @@ already lie so. Backward is the move read backwards, of the same plan.
 from __future__ import annotations
 
 import inspect
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,10 +20,10 @@ from torch import Tensor
 from . import moves, shards
 from .errors import SpecError
 from .exchange import Started, finish, local, start
-from .functorch import inside_a_transform
+from .functorch import transform_level
 from .mesh import Mesh
 from .moves import Move, Side
-from .spec import parse_pair
+from .spec import ELLIPSIS, parse_pair
 from .steps import COLLECTIVES
 from .trace import site
 from .transport import Call
@@ -80,11 +82,12 @@ class Pending:
 def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Planned:
     if not isinstance(x, Tensor):
         raise TypeError(f"reshard(x=...): a tensor is needed, not {type(x).__name__}")
-    given = tuple(sizes.items())
-    if torch.compiler.is_compiling():
-        given = tuple((letter, int(size)) for letter, size in given)  # a size may be symbolic there
+    if torch.compiler.is_compiling():  # where a size may be symbolic: index makes it a constant, int would not
+        given = tuple((letter, operator.index(size)) for letter, size in sizes.items())
+    else:  # before any cache sees it, for which 6.0 is 6
+        given = tuple((letter, shards.whole(letter, size, pair)) for letter, size in sizes.items())
     shape = x.shape
-    read = tuple((dim, int(shape[dim])) for dim in moves.reads(pair, mesh.axes, given, len(shape)))
+    read = tuple((dim, operator.index(shape[dim])) for dim in moves.reads(pair, mesh.axes, given, len(shape)))
     plan = moves.move(pair, mesh.axes, mesh.rank, given, len(shape), read)
     for dim, expected in enumerate(plan.local):
         if expected >= 0 and shape[dim] != expected:
@@ -101,14 +104,21 @@ def _misfit(
     pair: str, mesh: Mesh, given: tuple[tuple[str, int], ...], shape: Sequence[int], local: Sequence[int]
 ) -> SpecError:
     left, _ = parse_pair(pair)
-    wanted = " ".join("?" if n < 0 else str(n) for n in local)
     at = next(dim for dim, n in enumerate(local) if n >= 0 and n != shape[dim])
-    names = shards.dims_of(left, range(len(shape)))
-    dim = [dim for dim in left.dims if dim[0].name != "..."][names.index(at)]
+    named = [dim for dim in left.dims if dim[0].name != ELLIPSIS]
+    letters = dict(
+        zip(shards.dims_of(left, range(len(shape))), (" ".join(a.name for a in d) for d in named), strict=True)
+    )
+    wanted = " ".join(letters.get(dim, "?") if n < 0 else str(n) for dim, n in enumerate(local))
+    dim = next(d for d, i in zip(named, letters, strict=True) if i == at)
+    ranks = math.prod(mesh[axis] for axis in dim[0].axes)
+    fix = "global sizes, and a shard as the left side says: sh.show draws who holds what"
+    if len(dim) == 1 and dict(given).get(dim[0].name) == shape[at] and ranks > 1:
+        fix = f"{dim[0].name}={int(shape[at]) * ranks}? Sizes are global, and this is the shard's own"
     return SpecError(
         f"x does not fit its spec: rank {mesh.rank} holds {wanted}, but x is {' '.join(str(int(n)) for n in shape)}",
         pair, (dim[0].span[0], dim[-1].span[1]), mesh=f"{mesh}, rank {mesh.rank}", known=shards.known(dict(given)),
-        fix="global sizes, and a shard as the left side says: sh.show draws who holds what",
+        fix=fix,
     )  # fmt: skip
 
 
@@ -119,7 +129,7 @@ def _call(x: Tensor, pair: str) -> Call:
 
 
 def _noted(y: Tensor, mesh: Mesh) -> Tensor:
-    if mesh.received is not None and y.requires_grad and not inside_a_transform():
+    if mesh.received is not None and y.requires_grad and mesh.level == transform_level():
         mesh.received.append(y)
     return y
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,10 +47,7 @@ def _cut(ranges: Ranges, start: int, stop: int) -> Ranges:
 
 def complete(sizes: Mapping[str, int], text: str = "") -> dict[str, int]:
     """The sizes with the third of H, K, G (H = K G) where two are given. Raises `SpecError` where they disagree."""
-    for letter, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise SpecError(f"{letter}={size!r}: a size is a whole number, 0 or more", text)
-    found = dict(sizes)
+    found = {letter: whole(letter, size, text) for letter, size in sizes.items()}
     heads, groups, per = (found.get(letter) for letter in "HKG")
     if heads is not None and groups is not None and per is not None and heads != groups * per:
         fix = f"H={groups * per}, or two of the three"
@@ -66,17 +65,31 @@ def complete(sizes: Mapping[str, int], text: str = "") -> dict[str, int]:
     return found
 
 
+def whole(letter: str, size: Any, text: str = "") -> int:
+    """A size that somebody gave, as an int. Raises `SpecError` for what is no whole number of at least 0."""
+    try:
+        found = -1 if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        found = -1
+    if found < 0:
+        at = re.search(rf"(?<!\w){re.escape(letter)}(?!\w)", text)
+        span = at.span() if at else None
+        what = f"{letter}={size!r}: a size is a whole number, 0 or more"
+        raise SpecError(what, text, span, fix=f"{letter}=..., its global size")
+    return found
+
+
 def known(sizes: Mapping[str, int]) -> str:
     """`B=2 S=97`, for errors."""
     return " ".join(f"{letter}={size}" for letter, size in sizes.items())
 
 
-def size(spec: Spec, atom: Atom, letter: str, sizes: Mapping[str, int], axes: Axes) -> int:
-    """The size of a letter that an atom asks for. Raises `SpecError` where it is missing."""
+def size(spec: Spec, atom: Atom, letter: str, sizes: Mapping[str, int], axes: Axes, what: str = "") -> int:
+    """The size of a letter that an atom asks for. Raises `SpecError`, which names `what`, where it is missing."""
     if letter not in sizes:
         why = "" if letter == atom.name else f", which {atom.name}@{atom.need} needs"
         raise SpecError(
-            f"no size for {letter}{why}", spec.text, atom.span, mesh=text_of(axes, spec), known=known(sizes),
+            f"{what}{': ' if what else ''}no size for {letter}{why}", spec.text, atom.span, mesh=text_of(axes, spec), known=known(sizes),
             fix=f"pass {letter}=..., its global size",
         )  # fmt: skip
     return sizes[letter]
@@ -219,11 +232,14 @@ def within(hold: Ranges, meant: Ranges) -> Ranges:
 
 
 def first_holders(hold: Sequence[Ranges]) -> tuple[Ranges, ...]:
-    """Of ranges that overlap and ascend, those that no member before holds."""
-    found, taken = [], 0
+    """Of the ranges that each member holds, those that no member before holds."""
+    found: list[Ranges] = []
+    taken: list[tuple[int, int]] = []
     for ranges in hold:
-        found.append(tuple((max(a, taken), b) for a, b in ranges if b > taken))
-        taken = max([taken, *(b for _, b in ranges)])
+        for a, b in taken:
+            ranges = tuple((c, d) for s, e in ranges for c, d in ((s, min(e, a)), (max(s, b), e)) if c < d)
+        found.append(ranges)
+        taken += ranges
     return tuple(found)
 
 

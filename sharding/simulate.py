@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ..functional import tree
 from .errors import SpecError
-from .functorch import Guarded, inside_a_transform
+from .functorch import Guarded, transform_level
 from .mesh import Mesh
 from .ports import Leaf, Port, enter, gather, leave, matched, scatter
 from .threads import Fault, Latency, Threads
-from .watch import refuse_captured, refuse_other_leaves, same_structure
+from .watch import refuse_captured, refuse_other_leaves, refuse_tangents, same_results
 
 __all__ = ["simulate"]
 
@@ -76,7 +76,7 @@ def simulate(
 
         refuse_captured(fn)
         run = _Run(body, mesh, tuple(ports), bound, (timeout, latency, fault))
-        run.grad, run.guard = torch.is_grad_enabled(), inside_a_transform()
+        run.grad, run.guard = torch.is_grad_enabled(), transform_level() > 0
         results = iter(_Simulated.apply(run, *(leaf.value for leaf in tensors)))
         values = [next(results) if leaf is None else leaf.value for leaf in run.results]
         return tree.unflatten(run.structure, values)
@@ -143,6 +143,13 @@ class _Simulated(torch.autograd.Function):
         return None, *(next(found) if i in wanted else None for i in range(len(xs)))
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "simulate has no forward-mode derivative: its ranks exchange what backward needs\n"
+            "    fix: torch.func.jacrev in place of jacfwd, jacrev(jacrev(f)) in place of hessian(f)"
+        )
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, run: _Run, *xs: Tensor) -> Any:
         batched = _behind_a_batch(run, in_dims[1:], info.batch_size)
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims[1:], strict=True)]
@@ -170,10 +177,11 @@ def _forward(run: _Run, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             leaves, structure = run.body(shards, mesh)
         tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
         refuse_other_leaves([leaf.value for leaf in tensors], shards)
+        refuse_tangents([leaf.value for leaf in tensors])
         return shards, leaves, structure, tensors, mesh.received
 
     shards, leaves, structures, tensors, received = zip(*threads.run(one), strict=True)
-    same_structure(leaves, structures)
+    same_results(leaves, structures)
     results = [[leaf.value for leaf in of_rank] for of_rank in tensors]
     if run.outs is None:
         run.outs = tuple(leave(tensors, run.mesh, run.sizes, run.lead))
@@ -224,13 +232,15 @@ def _gradient(run: _Run) -> _Run:
         xs, grads = list(shards[: len(run.ins)]), tuple(shards[len(run.ins) :])
 
         def returned(*some: Tensor) -> tuple[Tensor, ...]:
+            outer, mesh.received, mesh.level = (mesh.received, mesh.level), [], transform_level()
             here = dict(zip(ins, some, strict=True))
             leaves, _ = run.body([here.get(i, x) for i, x in enumerate(xs)], mesh)
-            return tuple(
-                leaf.value for leaf in leaves if isinstance(leaf.value, Tensor) and _differentiable(leaf.value)
-            )
+            values = [leaf.value for leaf in leaves if isinstance(leaf.value, Tensor) and _differentiable(leaf.value)]
+            received, (mesh.received, mesh.level) = mesh.received, outer
+            return *values, *received
 
-        found = torch.func.vjp(returned, *(xs[i] for i in ins))[1](grads)
+        ys, pull, *_ = torch.func.vjp(returned, *(xs[i] for i in ins))
+        found = pull((*grads, *map(torch.zeros_like, ys[len(grads) :])))
         return [Leaf(g, None, f"the gradient of args[{i}]") for i, g in zip(ins, found, strict=True)], None
 
     made = _Run(body, run.mesh, (*run.ins, *outs), run.sizes, run.options, run.lead)

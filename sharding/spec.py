@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Atom", "Spec", "parse", "parse_pair"]
 
 _TOKEN = re.compile(r"\s+|->|\.\.\.|[()]|[^\s()]+?(?=->|[\s()]|$)")
-_ATOM = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<need>@[^/@]*)?(?P<axes>(/[^/]*)*)$")
-_NAME = re.compile(r"[A-Za-z_]\w*$")
+_ATOM = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<need>@[^/@]*)?(?P<axes>(/[^/]*)*)\Z", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
 ELLIPSIS = "..."
 
 
@@ -147,9 +147,9 @@ def _parse_pair(text: str) -> tuple[Spec, Spec]:
     tokens = list(_tokens(text))
     arrows = [at for token, at in tokens if token == "->"]
     if len(arrows) != 1:
-        fix = "'from -> to', as 'B S/u D -> B S D'"
+        fix = '"from -> to", as "B S/u D -> B S D"'
         span = (arrows[1], arrows[1] + 2) if arrows else None
-        raise SpecError(f'a pair has one "->", this has {len(arrows)}', text, span, fix=fix)
+        raise SpecError(f'a pair has one "->", this has {len(arrows) or "none"}', text, span, fix=fix)
     (arrow,) = arrows
     left = _spec(text, 0, arrow, [t for t in tokens if t[1] < arrow])
     right = _spec(text, arrow + 2, len(text), [t for t in tokens if t[1] > arrow])
@@ -173,7 +173,9 @@ def _spec(text: str, start: int, stop: int, tokens: Sequence[tuple[str, int]]) -
     for token, at in tokens:
         span = (at, at + len(token))
         if partial:
-            raise SpecError(f'"{token}" stands after the pending sum, which is last', text, span)
+            end = "".join(f"+{axis}" for axis in partial)
+            fix = f"{end}{token}" if token.startswith("+") else f"... {token} {end}"
+            raise SpecError(f'"{token}" stands after the pending sum, which is last', text, span, fix=fix)
         if token == "(":
             opened.append(at)
         elif token == ")":
@@ -193,6 +195,8 @@ def _spec(text: str, start: int, stop: int, tokens: Sequence[tuple[str, int]]) -
             if atom.name in seen:
                 what = f'dimension "{atom.name}" stands twice'
                 fix = "the second one its own letter, such as S for queries and T for keys"
+                if atom.name == ELLIPSIS:
+                    fix = 'one "...", and a letter for each other dimension'
                 raise SpecError(what, text, (at, at + len(atom.name)), fix=fix)
             if atom.name == ELLIPSIS and opened:
                 raise SpecError('"..." stands for whole dimensions, not inside of one', text, span)
@@ -224,7 +228,8 @@ def _atom(text: str, token: str, at: int, split: dict[str, str]) -> Atom:
         at += 1 + len(word)
         if not _NAME.match(axis):
             what = f'"{axis}" is no name of an axis' if axis else f'"{name}/" names no axis'
-            raise SpecError(what, text, here, fix=f"{name}, or {name}/u")
+            fix = 'a pair is written with "->"' if "\N{RIGHTWARDS ARROW}" in token else f"{name}, or {name}/u"
+            raise SpecError(what, text, here, fix=fix)
         if colon and order != "zigzag":
             raise SpecError(f'":{order}" is no order', text, here, fix=f"{axis}:zigzag, or {axis}")
         if colon and axes:
@@ -243,7 +248,7 @@ def _atom(text: str, token: str, at: int, split: dict[str, str]) -> Atom:
             what = f'"{name}{need}" needs plain axes, over which {need[1:]} is dealt out'
             raise SpecError(what, text, span, fix=f"{name}{need}/u, or {name}")
         if (name, need[1:]) != ("K", "H"):
-            what = f"{need[1:]} heads need {name}: only query heads H and their key/value heads K are known"
+            what = f'"{name}{need}" is not known: only K@H is, the key/value heads K that query heads H need'
             raise SpecError(what, text, here, fix="K@H/u")
     return Atom(name, tuple(axes), zigzag, need[1:] if need else None, span)
 
@@ -253,7 +258,8 @@ def _partial(text: str, token: str, at: int, split: dict[str, str]) -> list[str]
     for axis in axes:
         at += 1
         if not _NAME.match(axis):
-            raise SpecError(f'"{axis}" is no name of an axis', text, (at, at + len(axis)), fix="+u, or +g+u")
+            what = f'"{axis}" is no name of an axis' if axis else f'"{token}" names no axis after "+"'
+            raise SpecError(what, text, (at - 1, at + len(axis)), fix="+u, or +g+u")
         _once(text, axis, at, split, "the pending sum")
         at += len(axis)
     return axes
@@ -263,6 +269,8 @@ def _once(text: str, axis: str, at: int, split: dict[str, str], name: str) -> No
     if axis in split:
         both = f"{split[axis]} twice" if split[axis] == name else f"{split[axis]} and {name}"
         what = f'axis "{axis}" splits {both}'
+        if split[axis] == name:
+            raise SpecError(what, text, (at, at + len(axis)), fix=f"{axis} once")
         raise SpecError(
             what, text, (at, at + len(axis)), fix="one mesh axis splits a tensor once: drop it from one of them"
         )

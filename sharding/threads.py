@@ -139,8 +139,10 @@ class Threads:
         if me.error is not None:
             if not isinstance(me.error, _PeersError):
                 self._fail(f"rank {r} raised {type(me.error).__name__}")
-        elif any(w.group and r in w.group and r not in w.parts for w in self._waited()):
-            self._fail(f"rank {r} returned, and a peer waits for it")
+        else:
+            waiting = [w for w in self._waited() if r in w.group and r not in w.parts]
+            if waiting:
+                self._fail(f"rank {r} returned, and a peer waits for it" + _hint(waiting[0]))
         self._pass_on(r)
 
     def _waited(self) -> list[_Exchange]:
@@ -245,7 +247,7 @@ class Threads:
             gone = [m for m in exchange.group if m not in exchange.parts and self._ranks[m].state == "returned"]
             me.state, me.waits_for = "waits", exchange
             if gone:
-                self._fail(f"rank {gone[0]} returned, and a peer waits for it")
+                self._fail(f"rank {gone[0]} returned, and a peer waits for it" + _hint(exchange))
                 me.state = "running"
                 self._check()
             self._pass_on(r)
@@ -335,6 +337,12 @@ class _Ambient:
 
     def __exit__(self, *error: Any) -> None:
         self.stack.value.close()
+
+
+def _hint(exchange: _Exchange) -> str:
+    if not any(part.call.backward for part in exchange.parts.values()):
+        return ""
+    return "\n    fix: let what each rank returns depend on what it received, if only by adding 0 * y.sum()"
 
 
 def _raised_at(error: BaseException | None) -> str:

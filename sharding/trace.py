@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["Event", "Trace", "site", "trace"]
 
 _PACKAGE = str(Path(__file__).parent)
 _INTERNAL = (_PACKAGE, str(Path(torch.__file__).parent))
+_STANDARD = sysconfig.get_path("stdlib")
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,14 @@ def trace(mesh: Mesh) -> Trace:
 
 
 def site(frame: Any = None) -> str:
-    """`file.py:12 in body`: the innermost line of the caller's that is neither ours nor torch's."""
+    """`file.py:12 in body`: the innermost line of the caller's that is neither ours, torch's nor Python's own."""
     frame = frame or sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+    while frame is not None and _internal(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return ""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _internal(file: str) -> bool:
+    return file.startswith(_INTERNAL) or (file.startswith(_STANDARD) and "site-packages" not in file)

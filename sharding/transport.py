@@ -158,7 +158,7 @@ def _differ(first: int, a: Part, r: int, b: Part, group: Sequence[int]) -> str |
         return f"rank {first} and rank {r} make different calls: {calls}"
     for what, one, other in (
         ("bring different dtypes", a.dtype, b.dtype),
-        ("bring different shapes", a.call.rest, b.call.rest),
+        ("bring tensors that differ in dimensions that stay", a.call.rest, b.call.rest),
         ("differ in whether x requires a gradient", a.call.grad, b.call.grad),
     ):
         if one != other:

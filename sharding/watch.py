@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..functional import tree
 from .errors import SpecError
 from .functorch import is_wrapped
 from .ports import Leaf
 
-__all__ = ["refuse_captured", "refuse_other_leaves", "same_structure"]
+__all__ = ["refuse_captured", "refuse_other_leaves", "refuse_tangents", "same_results"]
 
 
 def refuse_captured(fn: Callable[..., Any]) -> None:
@@ -69,9 +70,37 @@ class _Leafless:
         self.next_functions: tuple[Any, ...] = ()
 
 
-def same_structure(leaves: Sequence[Sequence[Leaf]], structures: Sequence[Any]) -> None:
-    """Raise `SpecError` unless all ranks return the same tree."""
-    for rank, (mine, structure) in enumerate(zip(leaves, structures, strict=True)):
-        same = [isinstance(a.value, Tensor) for a in mine] == [isinstance(a.value, Tensor) for a in leaves[0]]
-        if structure != structures[0] or not same:
-            raise SpecError(f"rank {rank} returns another structure than rank 0:\n    {structure}\n    {structures[0]}")
+def refuse_tangents(results: Sequence[Tensor]) -> None:
+    """Raise `ValueError` where a result carries a tangent of forward-mode differentiation, which came with no argument."""
+    if any(forward_ad.unpack_dual(y).tangent is not None for y in results):
+        raise ValueError(
+            "simulate: the body closes over a tensor with a tangent (forward mode), which would be lost\n"
+            "    fix: torch.func.grad, or jacrev, of a function that hands it over as an argument"
+        )
+
+
+def same_results(leaves: Sequence[Sequence[Leaf]], structures: Sequence[Any]) -> None:
+    """Raise `SpecError` unless all ranks return the same tree, and the same where it is no tensor."""
+    for rank, mine in enumerate(leaves):
+        names, first = ([leaf.name for leaf in of_rank] for of_rank in (mine, leaves[0]))
+        if structures[rank] != structures[0]:
+            lacking = ", ".join(n for n in first if n not in names)
+            more = ", ".join(n for n in names if n not in first)
+            both = [f"it lacks {lacking}"] * bool(lacking) + [f"it has {more}"] * bool(more)
+            what = "; ".join(both) or f"{structures[rank]}, not {structures[0]}"
+            raise SpecError(f"rank {rank} returns another structure than rank 0: {what}")
+        for a, b in zip(mine, leaves[0], strict=True):
+            if isinstance(a.value, Tensor) != isinstance(b.value, Tensor) or not _same(a.value, b.value):
+                values = f"{_told(b.value)} and {_told(a.value)}"
+                raise SpecError(f"{a.name} must be alike on every rank, and is not on rank 0 and rank {rank}: {values}")
+
+
+def _same(a: Any, b: Any) -> bool:
+    plain = (bool, int, float, complex, str, bytes, type(None))
+    if not isinstance(a, plain) or not isinstance(b, plain):
+        return True  # a value that nobody says how to compare
+    return a == b or (a != a and b != b)
+
+
+def _told(value: Any) -> str:
+    return f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
