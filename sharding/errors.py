@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 __all__ = ["SpecError", "nearest"]
@@ -27,6 +28,7 @@ class SpecError(ValueError):
         axes. known: sizes so far. fix: what to write instead.
         """
         lines = [what]
+        text = re.sub(r"\s", " ", text)  # one line, as the caret counts
         if text:
             lines.append(f"    {text}")
             if span is not None:

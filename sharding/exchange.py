@@ -17,7 +17,7 @@ from . import shards
 from .errors import SpecError
 from .mesh import Mesh
 from .moves import Move, Side
-from .transport import Call, Work
+from .transport import Call, Work, summable
 
 __all__ = ["Started", "finish", "local", "start"]
 
@@ -34,8 +34,11 @@ class Started(NamedTuple):
 
 def start(x: Tensor, move: Move, call: Call, mesh: Mesh) -> Started:
     """Pack and launch."""
-    if x.dtype == torch.bool and move.kind in ("all-reduce", "reduce-scatter"):
-        raise SpecError("a pending sum of bools has no dtype to be summed in", call.text, fix="x.int(), or x.long()")
+    if move.kind in ("all-reduce", "reduce-scatter") and not summable(x.dtype):
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise SpecError(f"a pending sum of {dtype} cannot be added up", call.text, fix="x.int(), or x.float()")
+    if x.dtype.is_complex:
+        x = x.resolve_conj()
     transport, source, target = mesh.transport, move.source, move.target
     assert transport is not None
     given, x = x, _apart(x, move.before)
@@ -83,6 +86,9 @@ def finish(started: Started) -> Tensor:
     if target is not None and target.fewer:
         y = _among_zeros(y, target, move.me)
     y = _together(y, move.after)  # which copies too, where the dimension was joined as a view
+    y = cast(
+        Tensor, torch.ops.aten._unsafe_view(y, y.shape)
+    )  # no view of the buffer for autograd, so that y may be written to
     if mesh.trace is not None and not torch.compiler.is_compiling():
         mesh.trace.waited(mesh, call, move, flat, y)
     return y
@@ -135,13 +141,18 @@ def _unpacked(flat: Tensor, side: Side, shape: Sequence[int]) -> Tensor:
     shape[side.dim] = side.size
     if side.shape == "tiles":
         return flat.view(shape) if math.prod(shape[: side.dim]) == 1 else torch.cat(blocks, side.dim)
-    out = flat.new_zeros(shape)
+    if sum(side.lengths) > side.size:  # some are summed, half precision in fp32
+        half = flat.dtype in (torch.float16, torch.bfloat16)
+        out = flat.new_zeros(shape, dtype=torch.float32 if half else flat.dtype)
+    else:
+        out = flat.new_empty(shape)
     for block, ranges in zip(blocks, side.part, strict=True):
         at = 0
         for a, b in ranges:
-            out.narrow(side.dim, a, b - a).add_(block.narrow(side.dim, at, b - a))
+            here, piece = out.narrow(side.dim, a, b - a), block.narrow(side.dim, at, b - a)
+            here.add_(piece) if sum(side.lengths) > side.size else here.copy_(piece)
             at += b - a
-    return out
+    return out.to(flat.dtype)
 
 
 def _among_zeros(y: Tensor, side: Side, me: int) -> Tensor:
@@ -165,10 +176,10 @@ def local(x: Tensor, move: Move) -> Tensor:
         side = move.source
         assert side is not None
         y = _apart(x, move.before)
-        found, at = [], 0
-        for a, b in side.hold[move.me]:
-            found.append((a, y.narrow(side.dim, at, b - a)))
-            at += b - a
+        hold, part = side.hold[move.me], side.part[move.me]  # of what several ranks hold, the first one gives it
+        found = [
+            (a, y.narrow(side.dim, c, d - c)) for (a, _), (c, d) in zip(part, shards.within(hold, part), strict=True)
+        ]
         pieces, end = [y.narrow(side.dim, 0, 0)], 0  # a rank that holds nothing is part of the graph too
         for a, piece in sorted(found, key=lambda pair: pair[0]):
             pieces += [_zeros(y, side.dim, a - end), piece]

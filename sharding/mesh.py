@@ -36,7 +36,7 @@ class Mesh:
     is its rank 0.
     """
 
-    def __init__(self, **axes: int) -> None:
+    def __init__(self, /, **axes: int) -> None:
         for name, size in axes.items():
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
                 raise ValueError(f"Mesh({name!r}=...): an axis has a name of letters, digits and _, as in a spec")
@@ -72,7 +72,7 @@ class Mesh:
 
     def at(self, rank: int, transport: Transport | None = None) -> Mesh:
         """The mesh as this rank sees it, with the transport that reaches its peers (none is needed for one rank)."""
-        if not 0 <= rank < self.size:
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
             raise ValueError(f"Mesh.at(rank={rank}): ranks are 0 to {self.size - 1}     mesh: {self}")
         if transport is None and self.size > 1:
             raise ValueError(
@@ -88,6 +88,7 @@ class Mesh:
     def _with(self, rank: int | None, transport: Transport | None, trace: Trace | None) -> Mesh:
         mesh = Mesh(**dict(self.axes))
         mesh._rank, mesh.transport, mesh.trace = rank, transport, trace
+        mesh.received, mesh.level = self.received, self.level
         return mesh
 
     def __getitem__(self, axis: str) -> int:

@@ -113,8 +113,8 @@ def _reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int)
     named = [dim for dim in left.dims if dim[0].name != ELLIPSIS]
     if ndim < len(named) or (ndim > len(named) and len(named) == len(left.dims)):
         least = "at least " if len(named) < len(left.dims) else ""
-        dims = f"{ndim} dimension{'s' * (ndim != 1)}"
-        what = f"x does not fit its spec: it has {dims}, and the spec {least}{len(named)}"
+        many = f"{ndim} dimension{'s' * (ndim != 1)}"
+        what = f"x does not fit its spec: it has {many}, and the spec {least}{len(named)}"
         raise SpecError(what, text, mesh=text_of(axes, left, right))
     shards.check(left, given, axes)
     if step is None:

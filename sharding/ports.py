@@ -21,6 +21,7 @@ from . import shards
 from .errors import SpecError
 from .mesh import Mesh, check_axes, size_of, text_of
 from .spec import ELLIPSIS, Atom, Spec, parse
+from .transport import summable
 
 __all__ = ["Leaf", "Port", "enter", "gather", "leave", "matched", "scatter"]
 
@@ -110,15 +111,17 @@ def scatter(x: Tensor, port: Port) -> list[Tensor]:
 
 def gather(locals: Sequence[Tensor], port: Port) -> Tensor:
     """The global tensor."""
-    x = locals[0].new_zeros(port.shape)
     summed = not port.first or bool(port.spec.partial)
+    dtype = locals[0].dtype
+    half = summed and dtype in (torch.float16, torch.bfloat16)
+    x = locals[0].new_zeros(port.shape, dtype=torch.float32 if half else dtype)
     for rank, shard in enumerate(locals):
         for there, here in port.blocks(rank):
             if summed:
                 x[there] += shard[here]
             else:
                 x[there] = shard[here]
-    return x
+    return x.to(dtype)
 
 
 def matched(value: Any, spec: Any, name: str) -> list[Leaf]:
@@ -137,6 +140,8 @@ def matched(value: Any, spec: Any, name: str) -> list[Leaf]:
                 fix="a tree of specs (params.specs()), or None: every rank gets all of it",
             )
         return [Leaf(leaf, parse(spec), name)]
+    if not isinstance(spec, (tuple, list, dict, tree.Tree)):
+        raise TypeError(f"{name}: a spec is a string, a tree of strings or None, not {type(spec).__name__}")
     if isinstance(spec, (tuple, list)) and type(spec) is type(value) and len(spec) == len(value):
         pairs = enumerate(zip(value, spec, strict=True))
         return [leaf for i, (v, s) in pairs for leaf in matched(v, s, f"{name}[{i}]")]
@@ -155,6 +160,9 @@ def enter(leaves: Sequence[Leaf], mesh: Mesh, sizes: Mapping[str, int]) -> list[
     for leaf in leaves:
         assert leaf.spec is not None
         check_axes(mesh.axes, leaf.spec)
+        options = [letter for letter in leaf.spec.letters if letter in ("timeout", "latency", "fault")]
+        if options:
+            raise SpecError(f'"{options[0]}" is an option of simulate, and cannot be a letter there', leaf.spec.text)
         if leaf.spec.partial:
             at = leaf.spec.text.index("+")
             raise SpecError(
@@ -173,7 +181,7 @@ def enter(leaves: Sequence[Leaf], mesh: Mesh, sizes: Mapping[str, int]) -> list[
         shards.check(leaf.spec, known, mesh.axes)
         for dim in leaf.spec.dims:
             for atom in dim if any(a.axes for a in dim) else ():
-                shards.size(leaf.spec, atom, atom.name, known, mesh.axes, leaf.name)
+                shards.size(leaf.spec, atom, atom.name, known, mesh.axes, leaf.name + ": ")
     return [
         Port(leaf.spec or WHOLE, tuple(leaf.value.shape), known, mesh, False, _differentiable(leaf.value))
         for leaf in leaves
@@ -198,8 +206,11 @@ def leave(of_ranks: Sequence[Sequence[Leaf]], mesh: Mesh, sizes: Mapping[str, in
                     f"{_numbers(port.local(rank))} {tensors[0].dtype} is its shard".replace("torch.", ""),
                     first.spec.text, mesh=text_of(mesh.axes, first.spec), known=shards.known(known),
                 )  # fmt: skip
-        if first.spec.partial and tensors[0].dtype == torch.bool:
-            raise SpecError(f"{first.name}: a pending sum of bools has no dtype to be summed in", first.spec.text)
+        if first.spec.partial and not summable(tensors[0].dtype):
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            raise SpecError(
+                f"{first.name}: a pending sum of {dtype} cannot be added up", first.spec.text, fix="x.int()"
+            )
         _check_copies(tensors, port, first.name)
         found.append(port)
     return found
@@ -224,7 +235,7 @@ def _global_shape(
         if any(atom.axes for atom in dim):
             for atom in unknown:
                 if atom.axes or len(unknown) > 1:
-                    shards.size(spec, atom, atom.name, known, mesh.axes, leaf.name)  # raises
+                    shards.size(spec, atom, atom.name, known, mesh.axes, leaf.name + ": ")  # raises
             shards.check(replace(spec, dims=(tuple(a for a in dim if a.name in known),), partial=()), known, mesh.axes)
             parts = [atom for atom in dim if atom.name in known]
             held = [shards.length(shards.held(a, known, mesh.axes, at)) if a.axes else known[a.name] for a in parts]

@@ -41,11 +41,13 @@ class ProcessGroup:
 
     def __init__(self, device_mesh: Any, *, check: bool = False) -> None:
         importlib.import_module("torch.distributed._functional_collectives")  # registers the ops
-        names = device_mesh.mesh_dim_names
-        ranks = device_mesh.mesh.flatten().tolist()
+        names = getattr(device_mesh, "mesh_dim_names", None)
         if not names:
             fix = "init_device_mesh(..., mesh_dim_names=('g', 'u'))"
-            raise ValueError(f"ProcessGroup(device_mesh=...): its dimensions have no names\n    fix: {fix}")
+            raise ValueError(
+                f"ProcessGroup(device_mesh=...): a DeviceMesh whose dimensions have names is needed\n    fix: {fix}"
+            )
+        ranks = device_mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
             raise ValueError(f"ProcessGroup(device_mesh=...): ranks must ascend, these are {ranks}")
         if dist.get_rank() not in ranks:
@@ -74,7 +76,8 @@ class ProcessGroup:
         n = self.members[axes]
         if _equal(counts):
             return self._run("all-gather", _all_gather, x, (n,), axes, call)
-        return self._run("all-gather", _all_to_all, x.repeat(n), (counts, [x.shape[0]] * n), axes, call)
+        how = (_scaled(x, counts), _scaled(x, [x.shape[0]] * n))
+        return self._run("all-gather", _all_to_all, x.repeat(n), how, axes, call)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks are summed on their way, uneven ones where they arrive, in the order of the ranks. So are all on
@@ -84,14 +87,16 @@ class ProcessGroup:
         if _equal(counts) and x.dtype in _SUMMED and x.device.type != "cpu":
             return self._run("reduce-scatter", _reduce_scatter, x, (n,), axes, call)
         mine = counts[self.mesh.ranks(axes, self.mesh.rank).index(self.mesh.rank)]
-        return self._run("reduce-scatter", _all_to_all, x, ([mine] * n, counts), axes, call, blocks=n)
+        how = (_scaled(x, [mine] * n), _scaled(x, counts))
+        return self._run("reduce-scatter", _all_to_all, x, how, axes, call, blocks=n)
 
     def all_to_all(
         self, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
     ) -> Work:
         """A block for each."""
         self._agree("all-to-all", x, counts, receive, axes, call)
-        return self._run("all-to-all", _all_to_all, x, (receive, counts), axes, call)
+        how = (_scaled(x, receive), _scaled(x, counts))
+        return self._run("all-to-all", _all_to_all, x, how, axes, call)
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], call: Call) -> Work:
         """The sum, on its way; of a dtype that cannot be summed there, of everybody's whole."""
@@ -127,11 +132,11 @@ class ProcessGroup:
         call: Call,
         blocks: int = 0,
     ) -> Work:
-        name = self.names[axes]
+        name, carried = self.names[axes], _bytes(x)
         if torch.compiler.is_compiling():
-            return _Work(op(x, *how, name), x.dtype, blocks)
+            return _Work(op(carried, *how, name), x.dtype, blocks)
         with _Explained(f"{kind} over {'/'.join(axes)}", self, axes, call) as explained:
-            return _Work(op(x, *how, name), x.dtype, blocks, explained)
+            return _Work(op(carried, *how, name), x.dtype, blocks, explained)
 
 
 # What gloo carries, and adds up; other dtypes go as bytes and are added where they arrive.
@@ -141,18 +146,15 @@ _CARRIED = (*_SUMMED, torch.bool)
 
 
 def _all_gather(x: Tensor, n: int, name: str) -> Tensor:
-    return cast(Tensor, _ops.all_gather_into_tensor(_bytes(x), n, name))
+    return cast(Tensor, _ops.all_gather_into_tensor(x, n, name))
 
 
 def _reduce_scatter(x: Tensor, n: int, name: str) -> Tensor:
     return cast(Tensor, _ops.reduce_scatter_tensor(x, "sum", n, name))
 
 
-def _all_to_all(x: Tensor, receive: Sequence[int], counts: Sequence[int], name: str) -> Tensor:
-    size = 1 if x.dtype in _CARRIED else x.element_size()
-    return cast(
-        Tensor, _ops.all_to_all_single(_bytes(x), [n * size for n in receive], [n * size for n in counts], name)
-    )
+def _all_to_all(x: Tensor, receive: list[int], counts: list[int], name: str) -> Tensor:
+    return cast(Tensor, _ops.all_to_all_single(x, receive, counts, name))
 
 
 def _all_reduce(x: Tensor, name: str) -> Tensor:
@@ -160,10 +162,17 @@ def _all_reduce(x: Tensor, name: str) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Tensor:
+    """What travels of a flat buffer."""
     if x.dtype in _CARRIED:
         return x
-    # A flat buffer of one element or none may have any stride, and only a stride of 1 can be seen as bytes.
+    # A buffer of one element or none may have any stride, and only a stride of 1 can be seen as bytes.
     return (x if x.stride(0) == 1 else x.new_empty(x.shape).copy_(x)).view(torch.uint8)
+
+
+def _scaled(x: Tensor, counts: Sequence[int]) -> list[int]:
+    """Counts of elements as counts of what travels."""
+    size = 1 if x.dtype in _CARRIED else x.element_size()
+    return [n * size for n in counts]
 
 
 def keep_collectives() -> Any:

@@ -33,7 +33,7 @@ __all__ = ["Pending", "launch", "reshard"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def reshard(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Tensor:
+def reshard(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Tensor:
     """Move a rank's shard from one layout to another.
 
     x: this rank's shard, laid out as the left side says. pair: `"from -> to"`, one move. mesh: this rank's own.
@@ -41,7 +41,8 @@ def reshard(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Tensor:
     (H = K G) two are enough.
 
     Differentiable, any number of times. The gradient of a value that was replicated over an axis is a pending sum over
-    it (`+axis`), which nothing here adds up, scales or averages. A slice is a view of x.
+    it (`+axis`), which nothing here adds up, scales or averages. A slice is a view of x, and where nothing moves the
+    result is x itself.
 
     Raises `SpecError` before anything moves: on every rank alike for what the pair, the mesh and the sizes say.
     """
@@ -52,7 +53,7 @@ def reshard(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Tensor:
     return _noted(_Exchange.apply(x, plan.move, plan.adjoint, _call(x, pair), mesh), mesh)
 
 
-def launch(x: Tensor, pair: str, mesh: Mesh, **sizes: int) -> Pending:
+def launch(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Pending:
     """`reshard` in two halves: what goes out is on its way, and `.wait()` returns what `reshard` would have.
 
     Backward launches where forward waited and waits where it launched, so that what was computed between the two
@@ -82,15 +83,21 @@ class Pending:
 def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Planned:
     if not isinstance(x, Tensor):
         raise TypeError(f"reshard(x=...): a tensor is needed, not {type(x).__name__}")
+    if not isinstance(pair, str) or not isinstance(mesh, Mesh):
+        given_types = f"{type(pair).__name__} and {type(mesh).__name__}"
+        raise TypeError(f"reshard(x, pair, mesh): a string and a Mesh are needed, not {given_types}")
     if torch.compiler.is_compiling():  # where a size may be symbolic: index makes it a constant, int would not
         given = tuple((letter, operator.index(size)) for letter, size in sizes.items())
     else:  # before any cache sees it, for which 6.0 is 6
         given = tuple((letter, shards.whole(letter, size, pair)) for letter, size in sizes.items())
-    shape = x.shape
-    read = tuple((dim, operator.index(shape[dim])) for dim in moves.reads(pair, mesh.axes, given, len(shape)))
-    plan = moves.move(pair, mesh.axes, mesh.rank, given, len(shape), read)
+    axes = tuple((axis, operator.index(size)) for axis, size in mesh.axes)
+    shape, rank = x.shape, operator.index(mesh.rank)
+    read = tuple((dim, operator.index(shape[dim])) for dim in moves.reads(pair, axes, given, len(shape)))
+    plan = moves.move(pair, axes, rank, given, len(shape), read)
     for dim, expected in enumerate(plan.local):
         if expected >= 0 and shape[dim] != expected:
+            if torch.compiler.is_compiling():
+                raise SpecError(f'x does not fit "{pair}": its dimension {dim} is not {expected}')
             raise _misfit(pair, mesh, given, shape, plan.local)
     return plan
 
@@ -98,6 +105,8 @@ def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Plan
 def _check_transport(mesh: Mesh) -> None:
     if torch.compiler.is_compiling() and not (mesh.transport and mesh.transport.traces):
         raise RuntimeError("threads cannot be compiled: compile what the body calls, or run it on processes")
+    if torch.compiler.is_compiling() and transform_level() > 0:
+        raise RuntimeError("vmap and torch.func around an exchange cannot be compiled: compile what stands between")
 
 
 def _misfit(

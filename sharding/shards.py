@@ -58,8 +58,8 @@ def complete(sizes: Mapping[str, int], text: str = "") -> dict[str, int]:
             raise SpecError(what, text, fix=f"H={heads - heads % other or other}, or another {letter}")
     if groups is not None and per is not None:
         found["H"] = groups * per
-    elif heads is not None and groups:
-        found["G"] = heads // groups
+    elif heads is not None and groups is not None:
+        found["G"] = heads // groups if groups else 1  # of no heads, any
     elif heads is not None and per:
         found["K"] = heads // per
     return found
@@ -71,7 +71,7 @@ def whole(letter: str, size: Any, text: str = "") -> int:
         found = -1 if isinstance(size, bool) else operator.index(size)
     except TypeError:
         found = -1
-    if found < 0:
+    if not 0 <= found < 2**63:
         at = re.search(rf"(?<!\w){re.escape(letter)}(?!\w)", text)
         span = at.span() if at else None
         what = f"{letter}={size!r}: a size is a whole number, 0 or more"
@@ -89,7 +89,7 @@ def size(spec: Spec, atom: Atom, letter: str, sizes: Mapping[str, int], axes: Ax
     if letter not in sizes:
         why = "" if letter == atom.name else f", which {atom.name}@{atom.need} needs"
         raise SpecError(
-            f"{what}{': ' if what else ''}no size for {letter}{why}", spec.text, atom.span, mesh=text_of(axes, spec), known=known(sizes),
+            what + f"no size for {letter}{why}", spec.text, atom.span, mesh=text_of(axes, spec), known=known(sizes),
             fix=f"pass {letter}=..., its global size",
         )  # fmt: skip
     return sizes[letter]

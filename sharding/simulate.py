@@ -8,7 +8,7 @@ of the body's vector-Jacobian product, and so on to any order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from .errors import SpecError
 from .functorch import Guarded, transform_level
 from .mesh import Mesh
 from .ports import Leaf, Port, enter, gather, leave, matched, scatter
-from .threads import Fault, Latency, Threads
+from .threads import Ambient, Fault, Latency, Threads
 from .watch import refuse_captured, refuse_other_leaves, refuse_tangents, same_results
 
 __all__ = ["simulate"]
@@ -31,6 +31,7 @@ def simulate(
     mesh: Mesh,
     in_specs: Any,
     out_specs: Any,
+    /,
     *,
     timeout: float = 60.0,
     latency: Latency = 0.0,
@@ -47,10 +48,16 @@ def simulate(
     The result is what the ranks hold, joined: where a spec is whole over an axis, its ranks must agree; where it ends
     in `+axis`, they are summed. Gradients from outside (`backward`, `torch.autograd.grad`, `torch.func`) equal those of
     the dense function, for tensors that are arguments; a body that closes over one that needs a gradient is refused.
+    The body must be pure: a gradient that is itself to be differentiated (`torch.func`, `create_graph=True`) runs it
+    once more, with the same random numbers and modes.
 
     Raises `SpecError` before any rank starts where arguments do not fit; what a rank raised; and `TransportError`
     where ranks disagree, listing what each was doing.
     """
+
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"simulate(mesh=...): a Mesh is needed, not {type(mesh).__name__}")
+    Threads(mesh, timeout=timeout)  # raises for a timeout that is none
 
     def simulated(*args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -77,6 +84,7 @@ def simulate(
         refuse_captured(fn)
         run = _Run(body, mesh, tuple(ports), bound, (timeout, latency, fault))
         run.grad, run.guard = torch.is_grad_enabled(), transform_level() > 0
+        run.ambient, run.random = Ambient(), _Random()
         results = iter(_Simulated.apply(run, *(leaf.value for leaf in tensors)))
         values = [next(results) if leaf is None else leaf.value for leaf in run.results]
         return tree.unflatten(run.structure, values)
@@ -93,7 +101,8 @@ class _Run:
     """One simulation, before and after it ran.
 
     lead: batch dimensions in front of those that specs name. grad, guard: whether the caller wants gradients, and is
-    inside a transform. outs: the ports of the results; known beforehand where the run is a gradient. results: None in
+    inside a transform. ambient, random: its modes and the state of its generators, for a gradient that runs the body
+    once more. outs: the ports of the results; known beforehand where the run is a gradient. results: None in
     the place of each tensor. saved: what backward needs, where there is one.
     """
 
@@ -105,10 +114,13 @@ class _Run:
     lead: int = 0
     grad: bool = False
     guard: bool = False
+    ambient: Ambient | None = None
+    random: _Random | None = None
     outs: tuple[Port, ...] | None = None
     results: list[Leaf | None] = field(default_factory=list)
     structure: Any = None
     saved: _Saved | None = None
+    again: bool = False
 
 
 class _Saved(NamedTuple):
@@ -175,12 +187,15 @@ def _forward(run: _Run, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         shards = [part[mesh.rank].requires_grad_(track) for part, track in zip(parts, tracked, strict=True)]
         with torch.set_grad_enabled(run.grad), Guarded() if run.guard else contextlib.nullcontext():
             leaves, structure = run.body(shards, mesh)
+        received, mesh.received = mesh.received or [], None  # a recomputation adds nothing to it
         tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
-        refuse_other_leaves([leaf.value for leaf in tensors], shards)
+        refuse_other_leaves([*(leaf.value for leaf in tensors), *received], shards)
         refuse_tangents([leaf.value for leaf in tensors])
-        return shards, leaves, structure, tensors, mesh.received
+        return shards, leaves, structure, tensors, received
 
-    shards, leaves, structures, tensors, received = zip(*threads.run(one), strict=True)
+    with run.random.again() if run.again and run.random else contextlib.nullcontext():
+        ranks = threads.run(one, run.ambient)
+    shards, leaves, structures, tensors, received = zip(*ranks, strict=True)
     same_results(leaves, structures)
     results = [[leaf.value for leaf in of_rank] for of_rank in tensors]
     if run.outs is None:
@@ -245,6 +260,7 @@ def _gradient(run: _Run) -> _Run:
 
     made = _Run(body, run.mesh, (*run.ins, *outs), run.sizes, run.options, run.lead)
     made.grad, made.outs = torch.is_grad_enabled(), tuple(run.ins[i] for i in ins)
+    made.ambient, made.random, made.again = run.ambient, run.random, True
     return made
 
 
@@ -266,5 +282,23 @@ def _behind_a_batch(run: _Run, in_dims: Sequence[int | None], n: int) -> _Run:
 
     ins = tuple(p if dim is None else p.behind(n) for p, dim in zip(run.ins, in_dims, strict=True))
     outs = None if run.outs is None else tuple(port.behind(n) for port in run.outs)
-    made = _Run(body, run.mesh, ins, run.sizes, run.options, run.lead + 1, run.grad, False, outs)
+    made = _Run(body, run.mesh, ins, run.sizes, run.options, run.lead + 1, run.grad, False, outs=outs)
+    made.ambient, made.random, made.again = run.ambient, run.random, run.again
     return made
+
+
+class _Random:
+    """The state of torch's generators at one moment."""
+
+    def __init__(self) -> None:
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw once more what was drawn from then on, and leave the generators as they are now."""
+        with torch.random.fork_rng(range(len(self.cuda))):
+            torch.set_rng_state(self.cpu)
+            for device, state in enumerate(self.cuda):
+                torch.cuda.set_rng_state(state, device)
+            yield

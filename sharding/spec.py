@@ -166,7 +166,7 @@ def _tokens(text: str) -> Iterable[tuple[str, int]]:
 def _spec(text: str, start: int, stop: int, tokens: Sequence[tuple[str, int]]) -> Spec:
     dims: list[tuple[Atom, ...]] = []
     group: list[Atom] = []
-    opened: list[int] = []
+    opened: list[tuple[int, int]] = []  # where, and how many atoms stood before
     partial: list[str] = []
     seen: dict[str, tuple[int, int]] = {}  # letters
     split: dict[str, str] = {}  # axes, with what each splits
@@ -177,12 +177,13 @@ def _spec(text: str, start: int, stop: int, tokens: Sequence[tuple[str, int]]) -
             fix = f"{end}{token}" if token.startswith("+") else f"... {token} {end}"
             raise SpecError(f'"{token}" stands after the pending sum, which is last', text, span, fix=fix)
         if token == "(":
-            opened.append(at)
+            opened.append((at, len(group)))
         elif token == ")":
             if not opened:
                 raise SpecError('a ")" too many', text, span)
-            if opened.pop() == at - 1 or not group:
-                raise SpecError('"()" names no dimension', text, (at - 1, at + 1), fix="a name, such as (K G)")
+            start_of, before = opened.pop()
+            if before == len(group):
+                raise SpecError('"()" names no dimension', text, (start_of, at + 1), fix="a name, such as (K G)")
             if not opened:
                 dims.append(tuple(group))
                 group = []
@@ -206,7 +207,8 @@ def _spec(text: str, start: int, stop: int, tokens: Sequence[tuple[str, int]]) -
             else:
                 dims.append((atom,))
     if opened:
-        raise SpecError('a "(" is never closed', text, (opened[-1], opened[-1] + 1))
+        at, _ = opened[-1]
+        raise SpecError('a "(" is never closed', text, (at, at + 1))
     return Spec(tuple(dims), tuple(sorted(partial)), text, start)
 
 

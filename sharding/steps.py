@@ -134,7 +134,9 @@ def _lost(left: Spec, right: Spec) -> list[tuple[int, tuple[str, ...]]]:
     """Atoms with innermost axes that they must lose before they can be what is wanted."""
     pairs = enumerate(zip(left.atoms, right.atoms, strict=True))
     runs = [(i, a.axes[_common(_tokens(a), _tokens(b)) :]) for i, (a, b) in pairs]
-    return [(i, run) for i, run in runs if run]
+    # Not those that are to become a pending sum.
+    stop = [max([n + 1 for n, axis in enumerate(run) if axis in right.partial], default=0) for _, run in runs]
+    return [(i, run[n:]) for (i, run), n in zip(runs, stop, strict=True) if run[n:]]
 
 
 def one_step(text: str, axes: Axes) -> Step | None:

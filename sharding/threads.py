@@ -63,6 +63,8 @@ class Threads:
     def __init__(
         self, mesh: Mesh, *, timeout: float = 60.0, latency: Latency = 0.0, fault: Fault | None = None
     ) -> None:
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < threading.TIMEOUT_MAX:
+            raise ValueError(f"timeout={timeout!r}: a number of seconds above 0 is needed, such as 60.0")
         self.mesh, self.timeout, self.latency, self.fault = mesh, timeout, latency, fault
         self._lock = threading.Lock()
         self._ranks: list[_Rank] = []
@@ -71,23 +73,25 @@ class Threads:
         self._failure: str | None = None
         self._stamp = 0.0
         self._finished = threading.Event()
+        self._one_run = threading.Lock()
 
-    def run(self, body: Callable[[Mesh], Any]) -> list[Any]:
-        """Each rank's result, in order.
+    def run(self, body: Callable[[Mesh], Any], ambient: Ambient | None = None) -> list[Any]:
+        """Each rank's result, in order. ambient: what the ranks' threads take over, if not of the caller's now.
 
         Raises what a rank raised, with a note on what the others were doing; `TransportError` where ranks disagree or
         one is slower than the time limit.
         """
+        with self._one_run:  # backward may come from several threads
+            return self._run(body, ambient or Ambient())
+
+    def _run(self, body: Callable[[Mesh], Any], ambient: Ambient) -> list[Any]:
         if any(rank.state == "running" for rank in self._ranks):
-            raise TransportError(
-                "a rank of an earlier run, slower than the time limit, still runs\n    fix: new Threads"
-            )
+            raise TransportError("a rank of an earlier run, slower than the time limit, still runs")
         self._ranks = [_Rank(threading.Lock()) for _ in range(self.mesh.size)]
         self._started, self._exchanges, self._failure = {}, {}, None
         self._finished.clear()
         for rank in self._ranks:
             rank.gate.acquire()
-        ambient = _Ambient()
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(self._rank, r, body, ambient), daemon=True)
             for r in range(self.mesh.size)
@@ -120,7 +124,7 @@ class Threads:
             rank.value = None  # the graphs in it know this executor
         return values
 
-    def _rank(self, r: int, body: Callable[[Mesh], Any], ambient: _Ambient) -> None:
+    def _rank(self, r: int, body: Callable[[Mesh], Any], ambient: Ambient) -> None:
         me = self._ranks[r]
         me.ident = threading.get_ident()
         me.gate.acquire()
@@ -315,7 +319,7 @@ class _Reach:
         return self.threads.launch(self.rank, x, part)
 
 
-class _Ambient:
+class Ambient:
     """What of the caller's thread a rank's thread takes over: gradient mode, inference mode, autocast."""
 
     def __init__(self) -> None:

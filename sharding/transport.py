@@ -181,3 +181,9 @@ def summed(blocks: Tensor) -> Tensor:
     """The sum over the first dimension, in its order; half precision is summed in fp32 and rounded once."""
     whole = not (blocks.dtype.is_floating_point or blocks.dtype.is_complex)
     return blocks.sum(0, dtype=blocks.dtype) if whole else blocks.sum(0)
+
+
+def summable(dtype: torch.dtype) -> bool:
+    """Whether values of it can be added up."""
+    small = dtype.is_floating_point and dtype.itemsize == 1
+    return not small and dtype not in (torch.bool, torch.uint16, torch.uint32, torch.uint64)

@@ -71,7 +71,7 @@ class _Leafless:
 
 
 def refuse_tangents(results: Sequence[Tensor]) -> None:
-    """Raise `ValueError` where a result carries a tangent of forward-mode differentiation, which came with no argument."""
+    """Raise `ValueError` where a result carries a tangent of forward mode, which no argument brought."""
     if any(forward_ad.unpack_dual(y).tangent is not None for y in results):
         raise ValueError(
             "simulate: the body closes over a tensor with a tangent (forward mode), which would be lost\n"

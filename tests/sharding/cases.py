@@ -209,7 +209,7 @@ def expected(case: Case, rank: int) -> Expected:
         y = take(sum(world(r, 0) for r in group), case.right, rank)
     elif case.kind == "place in zeros":
         y = torch.zeros_like(x)
-        y[np.ix_(*held(case, case.left, at))] = take(x, case.left, rank)
+        y[np.ix_(*held(case, case.left, at))] = take(x, case.left, rank) * _first(case, rank, group, moved)
         y = take(y, case.right, rank)
     else:
         y = take(x, case.right, rank)
@@ -218,17 +218,26 @@ def expected(case: Case, rank: int) -> Expected:
     for r in group if case.kind not in ("slice", "place in zeros", "nothing") else [rank]:
         total[np.ix_(*held(case, case.right, mesh.coordinates(r)))] += take(world(r, 1), case.right, r)
     grad = take(total, case.left, rank)
-    if case.kind in ("all-gather", "all-to-all"):
-        before = [r for r in group if r < rank]
-        for i, x_ in enumerate(atoms):
-            if case.left["marks"][x_] == "@H" and any(a in moved for a in case.left[x_]):
-                mine = held(case, case.left, at)[i]
-                others = {k for r in before for k in held(case, case.left, mesh.coordinates(r))[i].tolist()}
-                keep = torch.tensor([float(k not in others) for k in mine], dtype=torch.float64)
-                grad = grad * keep.reshape([-1 if d == i else 1 for d in range(len(atoms))])
+    if case.kind in ("all-gather", "all-to-all", "place in zeros"):
+        grad = grad * _first(case, rank, group, moved)
     return Expected(
         joined(take(x, case.left, rank)), joined(y), joined(take(world(rank, 1), case.right, rank)), joined(grad)
     )
+
+
+def _first(case: Case, rank: int, group: list[int], moved: list[str]) -> Tensor:
+    """1 where a rank is the first of its group to hold a key/value head that several hold, else 0."""
+    mesh = sh.Mesh(**case.axes)
+    atoms = [x for dim in case.dims for x in dim]
+    mask = torch.ones([1] * len(atoms), dtype=torch.float64)
+    for i, x in enumerate(atoms):
+        if case.left["marks"][x] == "@H" and any(a in moved for a in case.left[x]):
+            mine = held(case, case.left, mesh.coordinates(rank))[i]
+            before = [r for r in group if r < rank]
+            others = {k for r in before for k in held(case, case.left, mesh.coordinates(r))[i].tolist()}
+            keep = torch.tensor([float(k not in others) for k in mine], dtype=torch.float64)
+            mask = mask * keep.reshape([-1 if d == i else 1 for d in range(len(atoms))])
+    return mask
 
 
 def _place(side: dict[str, Any], axis: str) -> str | None:

@@ -10,11 +10,11 @@ from meshfn.sharding import functorch, moves
 
 def test_a_transform_is_seen_from_inside_alone():
     seen = []
-    torch.func.grad(lambda x: (seen.append((functorch.inside_a_transform(), functorch.is_wrapped(x))), x.sum())[1])(
+    torch.func.grad(lambda x: (seen.append((functorch.transform_level(), functorch.is_wrapped(x))), x.sum())[1])(
         torch.ones(2)
     )
     assert seen == [(True, True)]
-    assert not functorch.inside_a_transform()
+    assert not functorch.transform_level()
     assert not functorch.is_wrapped(torch.ones(2, requires_grad=True))
 
 
@@ -24,7 +24,7 @@ def test_another_thread_is_outside_of_the_transform():
 
     def loss(x):
         def other():
-            seen.append(functorch.inside_a_transform())
+            seen.append(functorch.transform_level())
             with functorch.Guarded():
                 try:
                     x * 2
