@@ -86,9 +86,8 @@ def finish(started: Started) -> Tensor:
     if target is not None and target.fewer:
         y = _among_zeros(y, target, move.me)
     y = _together(y, move.after)  # which copies too, where the dimension was joined as a view
-    y = cast(
-        Tensor, torch.ops.aten._unsafe_view(y, y.shape)
-    )  # no view of the buffer for autograd, so that y may be written to
+    # For autograd no view of the buffer, so that y may be written to.
+    y = cast(Tensor, torch.ops.aten._unsafe_view(y, y.shape))
     if mesh.trace is not None and not torch.compiler.is_compiling():
         mesh.trace.waited(mesh, call, move, flat, y)
     return y

@@ -38,7 +38,7 @@ class Mesh:
 
     def __init__(self, /, **axes: int) -> None:
         for name, size in axes.items():
-            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            if not (name.isidentifier() and name.isascii()):
                 raise ValueError(f"Mesh({name!r}=...): an axis has a name of letters, digits and _, as in a spec")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"Mesh({name}=...): a positive number of ranks is needed, not {size!r}")
@@ -53,7 +53,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(size for _, size in self.axes)
+        return math.prod([size for _, size in self.axes])
 
     @property
     def rank(self) -> int:
@@ -162,10 +162,11 @@ def check_axes(axes: Axes, spec: Spec) -> None:
         if axis in known:
             continue
         at = find_axis(spec, axis)
-        parts = [name for name in dict(axes) if axis.startswith(name) and axis[len(name) :] in dict(axes)]
+        others = {name: axis.removeprefix(name) for name in dict(axes) if axis.startswith(name)}
+        parts = [f"{name}/{other}" for name, other in others.items() if other in dict(axes) and other != name]
         guess = nearest(axis, dict(axes)) or nearest(axis, VOCABULARY)
         if parts:
-            fix = f'did you mean "{parts[0]}/{axis[len(parts[0]) :]}"?'
+            fix = f'did you mean "{parts[0]}"?'
         else:
             fix = f'did you mean "{guess}"?' if guess else f"one of {', '.join(known)}, or Mesh(..., {axis}=...)"
         raise SpecError(f'no axis "{axis}"', spec.text, (at, at + len(axis)), mesh=text_of(axes), fix=fix)

@@ -97,7 +97,7 @@ def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Plan
     for dim, expected in enumerate(plan.local):
         if expected >= 0 and shape[dim] != expected:
             if torch.compiler.is_compiling():
-                raise SpecError(f'x does not fit "{pair}": its dimension {dim} is not {expected}')
+                raise ValueError(f'x does not fit "{pair}": its dimension {dim} is not {expected}')
             raise _misfit(pair, mesh, given, shape, plan.local)
     return plan
 

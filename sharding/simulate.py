@@ -21,7 +21,7 @@ from .functorch import Guarded, transform_level
 from .mesh import Mesh
 from .ports import Leaf, Port, enter, gather, leave, matched, scatter
 from .threads import Ambient, Fault, Latency, Threads
-from .watch import refuse_captured, refuse_other_leaves, refuse_tangents, same_results
+from .watch import captured, refuse_captured, refuse_other_leaves, refuse_tangents, same_results
 
 __all__ = ["simulate"]
 
@@ -81,10 +81,11 @@ def simulate(
             result = fn(*tree.unflatten(structure, values), mesh=at)
             return matched(result, out_specs, "the result"), tree.structure(result)
 
-        refuse_captured(fn)
+        closed_over = captured(fn)
+        refuse_captured(closed_over)
         run = _Run(body, mesh, tuple(ports), bound, (timeout, latency, fault))
         run.grad, run.guard = torch.is_grad_enabled(), transform_level() > 0
-        run.ambient, run.random = Ambient(), _Random()
+        run.captured, run.ambient, run.random = closed_over, Ambient(), _Random()
         results = iter(_Simulated.apply(run, *(leaf.value for leaf in tensors)))
         values = [next(results) if leaf is None else leaf.value for leaf in run.results]
         return tree.unflatten(run.structure, values)
@@ -101,9 +102,10 @@ class _Run:
     """One simulation, before and after it ran.
 
     lead: batch dimensions in front of those that specs name. grad, guard: whether the caller wants gradients, and is
-    inside a transform. ambient, random: its modes and the state of its generators, for a gradient that runs the body
-    once more. outs: the ports of the results; known beforehand where the run is a gradient. results: None in
-    the place of each tensor. saved: what backward needs, where there is one.
+    inside a transform. captured: tensors that the body closes over. ambient, random: its modes and the state of its
+    generators; again: whether this is a gradient, which runs the body with them once more. outs: the ports of the
+    results; known beforehand for a gradient. results: None in the place of each tensor. saved: what backward needs,
+    where there is one.
     """
 
     body: Body
@@ -114,6 +116,7 @@ class _Run:
     lead: int = 0
     grad: bool = False
     guard: bool = False
+    captured: Sequence[Tensor] = ()
     ambient: Ambient | None = None
     random: _Random | None = None
     outs: tuple[Port, ...] | None = None
@@ -189,7 +192,7 @@ def _forward(run: _Run, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             leaves, structure = run.body(shards, mesh)
         received, mesh.received = mesh.received or [], None  # a recomputation adds nothing to it
         tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
-        refuse_other_leaves([*(leaf.value for leaf in tensors), *received], shards)
+        refuse_other_leaves([leaf.value for leaf in tensors], received, shards, run.captured)
         refuse_tangents([leaf.value for leaf in tensors])
         return shards, leaves, structure, tensors, received
 

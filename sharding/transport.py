@@ -158,7 +158,7 @@ def _differ(first: int, a: Part, r: int, b: Part, group: Sequence[int]) -> str |
         return f"rank {first} and rank {r} make different calls: {calls}"
     for what, one, other in (
         ("bring different dtypes", a.dtype, b.dtype),
-        ("bring tensors that differ in dimensions that stay", a.call.rest, b.call.rest),
+        ("bring shapes that differ in the dimensions that stay", a.call.rest, b.call.rest),
         ("differ in whether x requires a gradient", a.call.grad, b.call.grad),
     ):
         if one != other:

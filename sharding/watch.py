@@ -14,15 +14,20 @@ from .errors import SpecError
 from .functorch import is_wrapped
 from .ports import Leaf
 
-__all__ = ["refuse_captured", "refuse_other_leaves", "refuse_tangents", "same_results"]
+__all__ = ["captured", "refuse_captured", "refuse_other_leaves", "refuse_tangents", "same_results"]
 
 
-def refuse_captured(fn: Callable[..., Any]) -> None:
-    """Raise `ValueError` where a function closes over a tensor that a transform around it follows."""
-    for value in _captured(fn):
-        if isinstance(value, Tensor) and is_wrapped(value):
+def captured(fn: Callable[..., Any]) -> list[Tensor]:
+    """The tensors that a function closes over: its variables, defaults, partial arguments and the globals it names."""
+    return [value for value in _captured(fn) if isinstance(value, Tensor)]
+
+
+def refuse_captured(tensors: Sequence[Tensor]) -> None:
+    """Raise `ValueError` where a transform around a body follows a tensor that it closes over."""
+    for x in tensors:
+        if is_wrapped(x):
             raise ValueError(
-                f"simulate: the body closes over a tensor of {tuple(value.shape)} that a transform around it "
+                f"simulate: the body closes over a tensor of {tuple(x.shape)} that a transform around it "
                 "(torch.func) follows, and its gradient would be lost\n"
                 "    fix: hand it over as an argument, with a spec of its own"
             )
@@ -40,13 +45,26 @@ def _captured(fn: Any) -> Iterator[Any]:
         except ValueError:  # a variable that has no value yet
             continue
     yield from tree.leaves((getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)))
+    names = getattr(getattr(fn, "__code__", None), "co_names", ())
+    yield from tree.leaves([fn.__globals__[name] for name in names if name in getattr(fn, "__globals__", {})])
 
 
-def refuse_other_leaves(results: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-    """Raise `ValueError` where a rank's graph reaches a tensor that requires a gradient and was no argument."""
+def refuse_other_leaves(
+    results: Sequence[Tensor], received: Sequence[Tensor], shards: Sequence[Tensor], closed_over: Sequence[Tensor]
+) -> None:
+    """Raise `ValueError` where a rank's graph reaches a tensor that requires a gradient and was no argument.
+
+    What ranks received may come from a leaf that the body made for itself, but not from one that it closes over.
+    """
     mine = {id(x) for x in shards}
-    stack: list[Any] = [y.grad_fn for y in results if y.grad_fn is not None]
-    stack += [_Leafless(y) for y in results if y.grad_fn is None and y.requires_grad]
+    _refuse(results, lambda x: id(x) not in mine)
+    theirs = {id(x) for x in closed_over} - mine
+    _refuse(received, lambda x: id(x) in theirs)
+
+
+def _refuse(ys: Sequence[Tensor], wrong: Callable[[Tensor], bool]) -> None:
+    stack: list[Any] = [y.grad_fn for y in ys if y.grad_fn is not None]
+    stack += [_Leafless(y) for y in ys if y.grad_fn is None and y.requires_grad]
     seen: set[Any] = set()
     while stack:
         node = stack.pop()
@@ -54,7 +72,7 @@ def refuse_other_leaves(results: Sequence[Tensor], shards: Sequence[Tensor]) -> 
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in mine:
+        if variable is not None and wrong(variable):
             raise ValueError(
                 f"simulate: the body closes over a tensor of {tuple(variable.shape)} that requires a gradient, "
                 "which it would never get\n    fix: hand it over as an argument, with a spec of its own, or detach it"

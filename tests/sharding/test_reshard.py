@@ -140,7 +140,7 @@ def test_one_copy_before_and_one_after_at_most_and_none_where_the_blocks_lie_so(
 
 def test_a_pending_sum_of_bools_is_refused():
     for pair in ("B S +u -> B S", "B S +u -> B/u S"):
-        with pytest.raises(sh.SpecError, match="a pending sum of bools has no dtype"):
+        with pytest.raises(sh.SpecError, match="a pending sum of bool cannot be added up"):
             on(lambda mesh, pair=pair: sh.reshard(torch.ones(2, 3, dtype=torch.bool), pair, mesh), u=2)
 
 

@@ -87,9 +87,9 @@ def test_autograd_around_it_equals_dense(xw):
 def test_forward_mode_is_refused_and_never_zero(xw):
     x, w = xw
     for fn in (torch.func.jvp, lambda f, xs, ts: torch.func.jacfwd(f, (0, 1))(*xs)):
-        with pytest.raises(NotImplementedError, match="jvp"):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             fn(run, (x, w), (x, w))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         run(torch.autograd.forward_ad.make_dual(x, x), w)
 
 
@@ -216,7 +216,7 @@ def test_copies_that_differ_and_results_that_do_not_fit():
         sh.simulate(lambda x, mesh: x.double() if mesh.rank else x, mesh, None, None)(x)
     with pytest.raises(sh.SpecError, match="rank 1 returns another structure than rank 0"):
         sh.simulate(lambda x, mesh: (x,) if mesh.rank else x, mesh, None, None)(x)
-    with pytest.raises(sh.SpecError, match="a pending sum of bools"):
+    with pytest.raises(sh.SpecError, match="a pending sum of bool"):
         sh.simulate(lambda x, mesh: x.bool(), mesh, None, "B S +u")(x)
     nan = sh.simulate(lambda x, mesh: x / 0, mesh, None, "B S")(x)  # copies of NaN agree
     assert nan.isnan().all()
@@ -318,7 +318,7 @@ def again(x, mesh):
 
 
 DISAGREE = {
-    "rank 0 and rank 1 bring different shapes": lambda x, mesh: collected(x[: 2 - (mesh.rank == 1)], mesh),
+    "shapes that differ in the dimensions that stay": lambda x, mesh: collected(x[: 2 - (mesh.rank == 1)], mesh),
     "rank 0 and rank 1 bring blocks of different sizes": lambda x, mesh: sh.reshard(
         x, GATHER, mesh, S=6 - (mesh.rank == 1)
     ),

@@ -138,10 +138,10 @@ def test_an_axis_splits_once_and_a_letter_stands_once():
     assert_expected_inline(
         refusals("B S/u/u", "B S/u H/u", "B S/u D +u", "B +u+u", "B S/g (K/g G)", "B S S"),
         """\
-B S/u/[u] | axis "u" splits S twice | fix: one mesh axis splits a tensor once: drop it from one of them
+B S/u/[u] | axis "u" splits S twice | fix: u once
 B S/u H/[u] | axis "u" splits S and H | fix: one mesh axis splits a tensor once: drop it from one of them
 B S/u D +[u] | axis "u" splits S and the pending sum | fix: one mesh axis splits a tensor once: drop it from one of them
-B +u+[u] | axis "u" splits the pending sum twice | fix: one mesh axis splits a tensor once: drop it from one of them
+B +u+[u] | axis "u" splits the pending sum twice | fix: u once
 B S/g (K/[g] G) | axis "g" splits S and K | fix: one mesh axis splits a tensor once: drop it from one of them
 B S [S] | dimension "S" stands twice | fix: the second one its own letter, such as S for queries and T for keys""",
     )
@@ -161,7 +161,7 @@ B/[1u] | "1u" is no name of an axis | fix: B, or B/u
 S/[u:foo] | ":foo" is no order | fix: u:zigzag, or u
 S/[u:] | ":" is no order | fix: u:zigzag, or u
 S/u/[g:zigzag] | head-tail order stands on the outermost axis of a dimension | fix: S/u:zigzag/g
-B +u [S] | "S" stands after the pending sum, which is last
+B +u [S] | "S" stands after the pending sum, which is last | fix: ... S +u
 (B [+u]) S | a pending sum is of the whole tensor, not of a dimension
 B [->] S | one spec is needed here, not a pair ("->")
 B [..] D | ".." is no dimension | fix: a name, sharded or not: S, S/u, S/g/u, S/cp:zigzag, K@H/u
@@ -201,9 +201,9 @@ def test_pairs_that_are_none():
     assert_expected_inline(
         short(*(message(spec.parse_pair, pair) for pair in pairs)),
         """\
-B S/u | a pair has one "->", this has 0 | fix: 'from -> to', as 'B S/u D -> B S D'
- | a pair has one "->", this has 0 | fix: 'from -> to', as 'B S/u D -> B S D'
-B -> S [->] D | a pair has one "->", this has 2 | fix: 'from -> to', as 'B S/u D -> B S D'
+B S/u | a pair has one "->", this has none | fix: "from -> to", as "B S/u D -> B S D"
+ | a pair has one "->", this has none | fix: "from -> to", as "B S/u D -> B S D"
+B -> S [->] D | a pair has one "->", this has 2 | fix: "from -> to", as "B S/u D -> B S D"
 B [S/u] -> B | dimension "S" is lost: it stands on the left alone | fix: write it on the right too, as S/u
 B -> B [D/u] | dimension "D" is invented: it stands on the right alone | fix: write it on the left too, or drop it: a reshard makes none
 B S H -> B [H] S | a reshard keeps the dimensions as they are: their order and what is composite differ | fix: "B S H" on both sides; einops.rearrange moves dimensions
@@ -322,15 +322,15 @@ def test_sizes():
         """\
 B [S/u] -> B S | no size for S | mesh: g=2 u=2     fix: pass S=..., its global size
 B S/u ([K G]) E -> B S (K/u G) E | no size for K and G, factors of a dimension of 6 | mesh: g=2 u=2     sizes: S=6     fix: pass K=...
-B S/u ([K G]) E -> B S (K/u G) E | (K G) is 6 here, which does not factor: K=4 does not divide it | mesh: g=2 u=2     sizes: S=6 K=4
+B S/u ([K G]) E -> B S (K/u G) E | (K G) is 6 here, which does not factor: K=4 does not divide it | mesh: g=2 u=2     sizes: S=6 K=4     fix: another K, or pass G=... and reshape x
 B S/u (K G) E -> B S (K/u G) E | H=7, K=3 and G=2 disagree: H is K x G = 6 | fix: H=6, or two of the three
 B S/u (K G) E -> B S (K/u G) E | H=7 and K=3 disagree: H is K x G, and 3 does not divide 7 | fix: H=6, or another K
 B S/u K E -> B S [K@H/u] E | no size for H, which K@H needs | mesh: g=2 u=2     sizes: S=6 K=3     fix: pass H=..., its global size
 B [S/cp:zigzag] H E -> B S H E | S=4100 does not divide over cp=8 in head-tail order (needs a multiple of 16) | mesh: cp=8     fix: pad S to 4112, or drop ":zigzag" (without it shards may be uneven)
-B S/u -> B S | S=-1: a size is a whole number, 0 or more
-B S/u -> B S | S=5.5: a size is a whole number, 0 or more
-B S/u T -> B S T | T=True: a size is a whole number, 0 or more
-B S/u -> B S | S='6': a size is a whole number, 0 or more""",
+B [S]/u -> B S | S=-1: a size is a whole number, 0 or more | fix: S=..., its global size
+B [S]/u -> B S | S=5.5: a size is a whole number, 0 or more | fix: S=..., its global size
+B S/u [T] -> B S T | T=True: a size is a whole number, 0 or more | fix: T=..., its global size
+B [S]/u -> B S | S='6': a size is a whole number, 0 or more | fix: S=..., its global size""",
     )
 
 
@@ -345,9 +345,9 @@ def test_tensors_that_do_not_fit():
     assert_expected_inline(
         short(*found),
         """\
-B S/u -> B S | x does not fit its spec: it has 3 dimensions, the spec 2 | mesh: g=2 u=2
-B [S/u] D -> B S D | x does not fit its spec: rank 0 holds ? 3 ?, but x is 2 6 4 | mesh: g=2 u=2, rank 0     sizes: S=6 | fix: global sizes, and a shard as the left side says: sh.show draws who holds what
-B S +u -> B S | a pending sum of bools has no dtype to be summed in | fix: x.int(), or x.long()
+B S/u -> B S | x does not fit its spec: it has 3 dimensions, and the spec 2 | mesh: g=2 u=2
+B [S/u] D -> B S D | x does not fit its spec: rank 0 holds B 3 D, but x is 2 6 4 | mesh: g=2 u=2, rank 0     sizes: S=6     fix: S=12? Sizes are global, and this is the shard's own
+B S +u -> B S | a pending sum of bool cannot be added up | fix: x.int(), or x.float()
 B/u [D] | no size for D | mesh: u=2     sizes: B=3     fix: pass D=..., its global size
 B/u:zigzag ... D | "B/u:zigzag ... D" holds several ranges of a dimension around "...", which no index can say | fix: a letter for each dimension in place of "...\"""",
     )
@@ -380,7 +380,7 @@ B S/u | args[0] has 3 dimensions (1 4 6), its spec 2 | mesh: g=2 u=2
 B ([K/u G]) | args[0]: (K G) is 6, which does not factor: 4 does not divide it | mesh: g=2 u=2     sizes: K=4 B=4     fix: pass G=..., or another size
  | args[0] is int, and its spec "B S/u" is of one tensor | fix: a tree of specs (params.specs()), or None: every rank gets all of it
  | args[0] is a tree of 2 leaves, and its spec "B S/u" is of one tensor | fix: a tree of specs (params.specs()), or None: every rank gets all of it
- | args[0]: its specs have another structure, at args[0]['a']: specs have one there, the value none | fix: one spec a tensor
+ | args[0]: its specs have another structure; without a spec: args[0]['b']; in the specs alone: args[0]['a'] | fix: one spec a tensor
 B S | the result does not fit its spec: rank 0 returned 4x3 float32, and 4x6 float32 is its shard | mesh: g=2 u=2     sizes: B=4 S=6
 B S D | the result has 2 dimensions (4x3), its spec 3 | mesh: g=2 u=2""",
     )
