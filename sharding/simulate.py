@@ -54,7 +54,6 @@ def simulate(
     Raises `SpecError` before any rank starts where arguments do not fit; what a rank raised; and `TransportError`
     where ranks disagree, listing what each was doing.
     """
-
     if not isinstance(mesh, Mesh):
         raise TypeError(f"simulate(mesh=...): a Mesh is needed, not {type(mesh).__name__}")
     Threads(mesh, timeout=timeout)  # raises for a timeout that is none

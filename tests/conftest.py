@@ -50,7 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups are dealt out first."""
-    first = ("smollm2", "families_compiled", *_TINY)
+    first = ("smollm2", "families_compiled", "processes", *_TINY)
     items.sort(key=lambda item: next((i for i, name in enumerate(first) if f"test_{name}.py" in item.nodeid), 99))
 
 
