@@ -187,6 +187,7 @@ def _forward(run: _Run, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
     def one(mesh: Mesh) -> Any:
         shards = [part[mesh.rank].requires_grad_(track) for part, track in zip(parts, tracked, strict=True)]
+        mesh.received = [] if any(tracked) else None
         with torch.set_grad_enabled(run.grad), Guarded() if run.guard else contextlib.nullcontext():
             leaves, structure = run.body(shards, mesh)
         received, mesh.received = mesh.received or [], None  # a recomputation adds nothing to it

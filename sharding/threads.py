@@ -114,7 +114,7 @@ class Threads:
     def _results(self) -> list[Any]:
         own = [r.error for r in self._ranks if r.error is not None and not isinstance(r.error, _PeersError)]
         if own:
-            if self._failure and hasattr(own[0], "add_note") and not getattr(own[0], "_noted", False):
+            if self._failure:
                 own[0].add_note(self._failure)
             raise own[0]
         if self._failure is not None:
@@ -133,9 +133,7 @@ class Threads:
                 me.state = "running"
                 # Backward must run in this thread: on a device's own thread one rank would wait for another behind it.
                 with torch.autograd.set_multithreading_enabled(False), ambient:
-                    mesh = self.mesh.at(r, _Reach(self, r))
-                    mesh.received = []
-                    me.value = body(mesh)
+                    me.value = body(self.mesh.at(r, _Reach(self, r)))
             me.state = "returned"
         except BaseException as error:  # handed to the caller of run
             me.error = error
