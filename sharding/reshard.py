@@ -8,11 +8,10 @@ already lie so. Backward is the move read backwards, of the same plan.
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ from .trace import site
 from .transport import Call
 
 __all__ = ["Pending", "launch", "reshard"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def reshard(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Tensor:
@@ -50,7 +47,7 @@ def reshard(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Tensor:
     if plan.move.kind not in COLLECTIVES:
         return local(x, plan.move)
     _check_transport(mesh)
-    return _noted(_Exchange.apply(x, plan.move, plan.adjoint, _call(x, pair), mesh), mesh)
+    return _noted(_exchanged(x, plan.move, plan.adjoint, _call(x, pair), mesh), mesh)
 
 
 def launch(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Pending:
@@ -143,17 +140,19 @@ def _noted(y: Tensor, mesh: Mesh) -> Tensor:
     return y
 
 
-def _signed(fn: F) -> F:
-    """Keep the signature that `Function.apply` works out anew at each call, which takes a third of its time."""
-    fn.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
-    return fn
+def _exchanged(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
+    """Launch and wait at once."""
+    if torch.compiler.is_compiling() or transform_level():
+        return cast(Tensor, _Exchange.apply(x, move, back, call, mesh))
+    if x.requires_grad and torch.is_grad_enabled():
+        return cast(Tensor, _Eager.apply(x, move, back, call, mesh))
+    return finish(start(x, move, call, mesh))
 
 
 class _Exchange(torch.autograd.Function):
-    """Launch and wait at once."""
+    """What transforms and the compiler see."""
 
     @staticmethod
-    @_signed
     def forward(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
         return finish(start(x, move, call, mesh))
 
@@ -164,18 +163,24 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         move, back, call, mesh = ctx.rest
-        return (
-            _Exchange.apply(grad, back, move, call._replace(backward=not call.backward), mesh),
-            None,
-            None,
-            None,
-            None,
-        )
+        return _exchanged(grad, back, move, call._replace(backward=not call.backward), mesh), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Any:
         # The batch is one more dimension in front, moved with the rest.
         return _Exchange.apply(x.movedim(in_dims[0], 0), _behind_a_batch(move), _behind_a_batch(back), call, mesh), 0
+
+
+class _Eager(torch.autograd.Function):
+    """The same where neither looks on. In this older form torch does not bind arguments to a signature at each call,
+    which takes as long as a third of an exchange between simulated ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
+        ctx.rest = move, back, call, mesh
+        return finish(start(x, move, call, mesh))
+
+    backward = _Exchange.backward
 
 
 class _Flight:
@@ -195,7 +200,6 @@ class _Launch(torch.autograd.Function):
     """Starts a flight and gives a token of no elements, which ties the wait to it in the graph."""
 
     @staticmethod
-    @_signed
     def forward(x: Tensor, flight: _Flight) -> Tensor:
         flight.started = start(x, flight.move, flight.call, flight.mesh)
         return x.new_empty(0)
@@ -217,7 +221,6 @@ class _Launch(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    @_signed
     def forward(token: Tensor, flight: _Flight) -> Tensor:
         assert flight.started is not None
         return finish(flight.started)
