@@ -73,6 +73,7 @@ def main() -> None:
         print(trace)
         print("bytes sent and received by rank 0:", *trace.bytes())
     if ranks > 1:
+        dist.barrier()  # no process leaves while another still talks to it
         dist.destroy_process_group()
 
 
