@@ -1,4 +1,12 @@
-"""How tensors lie on a mesh: the spec language, `reshard`, and three executors for one body."""
+"""How tensors lie on a mesh: the spec language, `reshard`, and three executors for one body.
+
+Mesh, Spec          named axes of ranks; one line that says how a tensor lies on them (help(Spec) has the language)
+show, explain       who holds what; what a move will send, before it does
+reshard, launch     a rank's shard from one layout to another, at once or in two halves
+simulate, Threads   a body on ranks that are threads: a function of global tensors, or of nothing
+ProcessGroup        the same body on processes, gloo or NCCL
+trace               what moved
+"""
 
 from .errors import SpecError
 from .explain import Explanation, explain

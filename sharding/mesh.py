@@ -34,6 +34,10 @@ class Mesh:
 
     `mesh.at(rank, transport)` is the same mesh as one rank sees it, which is what a body is handed. A mesh of one rank
     is its rank 0.
+
+    Axes have any names. Those of layouts are known to every mesh, with size 1 where it lacks them, which is printed:
+    dp (batch rows), u (Ulysses: tokens become heads), g (keys are gathered), cp (tokens), tp (heads, features) and ep
+    (experts).
     """
 
     def __init__(self, /, **axes: int) -> None:

@@ -276,6 +276,6 @@ def _check_copies(locals: Sequence[Tensor], port: Port, name: str) -> None:
             differ = next((line for line in detail if line.startswith("Greatest absolute")), detail[0])
             raise SpecError(
                 f"{name} is whole over {', '.join(axes)} in its spec, but ranks {other} and {rank} return different "
-                f"values ({differ.strip()})", port.spec.text or str(port.spec), mesh=str(port.mesh),
+                f"values ({differ.strip()})", port.spec.text or str(port.spec), mesh=text_of(port.mesh.axes, port.spec),
                 fix=f'"{port.spec} +{"+".join(axes)}" if it is a pending sum; else a reshard before it is returned',
             ) from None  # fmt: skip

@@ -94,7 +94,7 @@ def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Plan
     for dim, expected in enumerate(plan.local):
         if expected >= 0 and shape[dim] != expected:
             if torch.compiler.is_compiling():
-                raise ValueError(f'x does not fit "{pair}": its dimension {dim} is not {expected}')
+                raise ValueError(f'x does not fit "{pair}": its dimension {dim} is not {expected} (see it run eagerly)')
             raise _misfit(pair, mesh, given, shape, plan.local)
     return plan
 
@@ -120,7 +120,9 @@ def _misfit(
     ranks = math.prod(mesh[axis] for axis in dim[0].axes)
     fix = "global sizes, and a shard as the left side says: sh.show draws who holds what"
     if len(dim) == 1 and dict(given).get(dim[0].name) == shape[at] and ranks > 1:
-        fix = f"{dim[0].name}={int(shape[at]) * ranks}? Sizes are global, and this is the shard's own"
+        letter, n = dim[0].name, int(shape[at])
+        fix = f"x is all of {letter}: pass this rank's shard of it, x[Spec.parse(...).slices(...)]\n"
+        fix += f"or, if {n} is what the shard holds: {letter}={n * ranks}, since sizes are global"
     return SpecError(
         f"x does not fit its spec: rank {mesh.rank} holds {wanted}, but x is {' '.join(str(int(n)) for n in shape)}",
         pair, (dim[0].span[0], dim[-1].span[1]), mesh=f"{mesh}, rank {mesh.rank}", known=shards.known(dict(given)),

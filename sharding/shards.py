@@ -178,7 +178,7 @@ def slices(spec: Spec, sizes: Mapping[str, int], mesh: Mesh, rank: int) -> tuple
         return tuple(index if index is ... else slice(*index[0]) if index else slice(0, 0) for index in found)
     if ... in found[1:-1]:
         what = f'"{spec}" holds several ranges of a dimension around "...", which no index can say'
-        raise SpecError(what, spec.text, fix='a letter for each dimension in place of "..."')
+        raise SpecError(what, spec.text, fix='in place of "...", a letter for each dimension')
     dims = len(found) - (... in found)
     tensors: list[Any] = []
     for index in found:

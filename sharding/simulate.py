@@ -21,7 +21,7 @@ from .functorch import Guarded, transform_level
 from .mesh import Mesh
 from .ports import Leaf, Port, enter, gather, leave, matched, scatter
 from .threads import Ambient, Fault, Latency, Threads
-from .watch import captured, refuse_captured, refuse_other_leaves, refuse_tangents, same_results
+from .watch import captured, check_signature, refuse_captured, refuse_other_leaves, refuse_tangents, same_results
 
 __all__ = ["simulate"]
 
@@ -66,6 +66,7 @@ def simulate(
             raise SpecError(
                 f"simulate: {len(args)} arguments, but in_specs has {len(specs)}", fix="one spec an argument"
             )
+        check_signature(fn, args, mesh)
         leaves = [
             leaf for i, (a, s) in enumerate(zip(args, specs, strict=True)) for leaf in matched(a, s, f"args[{i}]")
         ]

@@ -53,7 +53,11 @@ class Atom:
 
 @dataclass(frozen=True)
 class Spec:
-    """How a tensor lies on a mesh. Two are equal when they say the same, however they were written.
+    """How a tensor lies on a mesh, as one line says it. Two are equal when they say the same.
+
+        S          a dimension, whole on every rank       S/g/u        split by axis g, each piece by u
+        (K/u G)    one dimension of two letters           S/cp:zigzag  head-tail order
+        K@H/u      the key/value heads that my H need     ... +tp      any dimensions; a pending sum over tp
 
     dims: one tuple of atoms a dimension (several where it is composite; one named `...` for any number of dimensions).
     partial: axes over which the values are a pending sum. text: as it was written, with `start` where this spec stands
@@ -219,6 +223,9 @@ def _atom(text: str, token: str, at: int, split: dict[str, str]) -> Atom:
     match = _ATOM.match(token)
     if match is None:
         what = f'"{token}" is no dimension'
+        if "+" in token[1:]:
+            head, _, tail = token.partition("+")
+            raise SpecError(what, text, span, fix=f'a space before the pending sum: "{head} +{tail}"')
         raise SpecError(what, text, span, fix="a name, sharded or not: S, S/u, S/g/u, S/cp:zigzag, K@H/u")
     name, need, rest = match["name"], match["need"], match["axes"]
     at += match.end("need") if need else len(name)

@@ -14,7 +14,21 @@ from .errors import SpecError
 from .functorch import is_wrapped
 from .ports import Leaf
 
-__all__ = ["captured", "refuse_captured", "refuse_other_leaves", "refuse_tangents", "same_results"]
+__all__ = ["captured", "check_signature", "refuse_captured", "refuse_other_leaves", "refuse_tangents", "same_results"]
+
+
+def check_signature(fn: Callable[..., Any], args: Sequence[Any], mesh: Any) -> None:
+    """Raise `TypeError` where a body cannot be called with these arguments and its mesh."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin that tells nobody
+        return
+    try:
+        signature.bind(*args, mesh=mesh)
+    except TypeError as error:
+        names = ", ".join(f"x{i}" for i in range(len(args)))
+        fix = f"def body({names}, *, mesh): one argument a spec, and the rank's mesh"
+        raise TypeError(f"simulate: the body takes other arguments ({error})\n    fix: {fix}") from None
 
 
 def captured(fn: Callable[..., Any]) -> list[Tensor]:

@@ -225,3 +225,15 @@ def test_threads_are_not_compiled():
         sh.simulate(body, TWO, "S/u", "S")(x64)
     one = torch.compile(lambda x: sh.reshard(x, "S/u -> S", sh.Mesh(u=1), S=8).sin(), backend="eager", fullgraph=True)
     assert torch.equal(one(x64), x64.sin())
+
+
+def test_a_body_that_takes_other_arguments_is_told_before_any_rank_starts():
+    for body in (lambda x: x, lambda x, y, *, mesh: x, lambda *, mesh: mesh):
+        with pytest.raises(TypeError, match=r"def body\(x0, \*, mesh\)"):
+            sh.simulate(body, TWO, "S/u", "S/u")(x64)
+    assert sh.simulate(lambda x, **rest: x, TWO, "S/u", "S/u")(x64) is not x64
+
+
+def test_a_pending_sum_stands_by_itself():
+    with pytest.raises(sh.SpecError, match=r'a space before the pending sum: "D \+tp"'):
+        sh.Spec.parse("B S D+tp")

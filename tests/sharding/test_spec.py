@@ -346,10 +346,10 @@ def test_tensors_that_do_not_fit():
         short(*found),
         """\
 B S/u -> B S | x does not fit its spec: it has 3 dimensions, and the spec 2 | mesh: g=2 u=2
-B [S/u] D -> B S D | x does not fit its spec: rank 0 holds B 3 D, but x is 2 6 4 | mesh: g=2 u=2, rank 0     sizes: S=6     fix: S=12? Sizes are global, and this is the shard's own
+B [S/u] D -> B S D | x does not fit its spec: rank 0 holds B 3 D, but x is 2 6 4 | mesh: g=2 u=2, rank 0     sizes: S=6 | fix: x is all of S: pass this rank's shard of it, x[Spec.parse(...).slices(...)] | or, if 6 is what the shard holds: S=12, since sizes are global
 B S +u -> B S | a pending sum of bool cannot be added up | fix: x.int(), or x.float()
 B/u [D] | no size for D | mesh: u=2     sizes: B=3     fix: pass D=..., its global size
-B/u:zigzag ... D | "B/u:zigzag ... D" holds several ranges of a dimension around "...", which no index can say | fix: a letter for each dimension in place of "...\"""",
+B/u:zigzag ... D | "B/u:zigzag ... D" holds several ranges of a dimension around "...", which no index can say | fix: in place of "...", a letter for each dimension""",
     )
 
 
