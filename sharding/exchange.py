@@ -1,7 +1,8 @@
 """One move carried out: packed into one flat buffer, exchanged, unpacked.
 
 At most one copy before the exchange and one after it, and none where blocks already lie one after the other: where
-nothing stands before the dimension that is cut or joined.
+nothing stands before the dimension that is cut or joined. Gradients of `K@H` are summed and, on a rank that shares
+heads, set among zeros, which is a copy more.
 """
 
 from __future__ import annotations
@@ -52,12 +53,8 @@ def start(x: Tensor, move: Move, call: Call, mesh: Mesh) -> Started:
     if target is not None:
         shape[target.dim] = target.lengths[move.me]
     # Elements to and from each member.
-    to = of = [math.prod(shape)] * move.members
-    if target is not None:
-        to = _counts(list(x.shape), target)
-        of = [math.prod(shape)] * move.members
-    if source is not None:
-        of = _counts(shape, source)
+    to = [math.prod(shape)] * move.members if target is None else _counts(list(x.shape), target)
+    of = [math.prod(shape)] * move.members if source is None else _counts(shape, source)
     if move.kind == "all-gather":
         work = transport.all_gather(flat, of, move.axes, call)
     elif move.kind == "reduce-scatter":
@@ -140,16 +137,16 @@ def _unpacked(flat: Tensor, side: Side, shape: Sequence[int]) -> Tensor:
     shape[side.dim] = side.size
     if side.shape == "tiles":
         return flat.view(shape) if math.prod(shape[: side.dim]) == 1 else torch.cat(blocks, side.dim)
-    if sum(side.lengths) > side.size:  # some are summed, half precision in fp32
+    if side.once:
+        out = flat.new_empty(shape)
+    else:  # several are summed, half precision in fp32
         half = flat.dtype in (torch.float16, torch.bfloat16)
         out = flat.new_zeros(shape, dtype=torch.float32 if half else flat.dtype)
-    else:
-        out = flat.new_empty(shape)
     for block, ranges in zip(blocks, side.part, strict=True):
         at = 0
         for a, b in ranges:
             here, piece = out.narrow(side.dim, a, b - a), block.narrow(side.dim, at, b - a)
-            here.add_(piece) if sum(side.lengths) > side.size else here.copy_(piece)
+            here.copy_(piece) if side.once else here.add_(piece)
             at += b - a
     return out.to(flat.dtype)
 

@@ -30,7 +30,7 @@ VOCABULARY = {
 
 
 class Mesh:
-    """`Mesh(g=2, u=2)`: four ranks, numbered with the last axis fastest. A value: nothing in it ever changes.
+    """`Mesh(g=2, u=2)`: four ranks, numbered with the last axis fastest.
 
     `mesh.at(rank, transport)` is the same mesh as one rank sees it, which is what a body is handed. A mesh of one rank
     is its rank 0.
@@ -104,11 +104,16 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank lies, axis by axis."""
+        if not 0 <= rank < self.size:
+            raise ValueError(f"Mesh.coordinates(rank={rank}): ranks are 0 to {self.size - 1}     mesh: {self}")
         return coordinates(self.axes, rank)
 
     def ranks(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
         """The group of a rank over some axes: the ranks that differ from it in those alone, ascending."""
-        return ranks_of(self.axes, tuple(axes), rank)
+        axes = tuple(axes)
+        for axis in axes:
+            _ = self[axis]  # raises for one that is not known
+        return ranks_of(self.axes, axes, rank)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and (self.axes, self._rank, self.transport, self.trace) == (

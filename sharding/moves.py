@@ -29,7 +29,7 @@ class Side(NamedTuple):
     hold: for each member, the ranges of the piece that it holds, as they lie in its shard. part: those of them that it
     exchanges; `fewer` where several members hold one element and the first sends it. lengths: of the parts. shape:
     "even" where they are one range each, one after the other and equal, "tiles" where they are not equal, "ranges"
-    where they are anything else.
+    where they are anything else. once: whether the parts hold each element of the piece exactly once.
     """
 
     dim: int
@@ -39,6 +39,7 @@ class Side(NamedTuple):
     fewer: bool
     lengths: tuple[int, ...]
     shape: str
+    once: bool
 
 
 class Move(NamedTuple):
@@ -226,11 +227,12 @@ def _move(
         size = shards.length(shards.part(atom, sizes, axes, places[me], 0, outer)) if outer else sizes[atom.name]
         meant = shards.first_holders(hold) if first_holder and atom.need else hold
         lengths = tuple(map(shards.length, meant))
-        return Side(where[i], size, hold, meant, meant != hold, lengths, _shape(meant, size))
+        return Side(where[i], size, hold, meant, meant != hold, lengths, _shape(meant, size), _once(meant, size))
 
     source = side(left, step.source, True)
     target = side(right, step.target, False)
-    return Move(step.kind, step.axes, len(ranks), me, source, target, tuple(before), tuple(after))
+    axes_here = tuple(axis for axis in step.axes if axis in dict(axes))  # those that the mesh lacks split nothing
+    return Move(step.kind, axes_here, len(ranks), me, source, target, tuple(before), tuple(after))
 
 
 def _shape(parts: Sequence[Ranges], size: int) -> str:
@@ -243,3 +245,13 @@ def _shape(parts: Sequence[Ranges], size: int) -> str:
     if at != size:
         return "ranges"
     return "even" if len({shards.length(ranges) for ranges in parts}) == 1 else "tiles"
+
+
+def _once(parts: Sequence[Ranges], size: int) -> bool:
+    """Whether ranges cover a piece without overlap."""
+    at = 0
+    for a, b in sorted(r for ranges in parts for r in ranges):
+        if a != at:
+            return False
+        at = b
+    return at == size

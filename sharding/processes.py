@@ -112,7 +112,7 @@ class ProcessGroup:
         """Raise `TransportError` on every member where they are about to do different things."""
         if not self.check or torch.compiler.is_compiling():
             return
-        mine = Part(kind, axes, x.numel(), x.dtype, list(counts), list(receive), call)
+        mine = Part(kind, axes, x.dtype, list(counts), list(receive), call)
         parts: list[Any] = [None] * self.members[axes]
         with _Explained(f"the check before {mine}", self, axes, call):
             dist.all_gather_object(parts, mine, group=self.groups[axes])

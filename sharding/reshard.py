@@ -38,8 +38,8 @@ def reshard(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Tensor:
     (H = K G) two are enough.
 
     Differentiable, any number of times. The gradient of a value that was replicated over an axis is a pending sum over
-    it (`+axis`), which nothing here adds up, scales or averages. A slice is a view of x, and where nothing moves the
-    result is x itself.
+    it (`+axis`), which nothing here adds up, scales or averages. A slice of one range is a view of x, and where nothing
+    moves the result is x itself.
 
     Raises `SpecError` before anything moves: on every rank alike for what the pair, the mesh and the sizes say.
     """

@@ -105,7 +105,7 @@ def check(spec: Spec, sizes: Mapping[str, int], axes: Axes) -> None:
             if letter:
                 size(spec, atom, letter, sizes, axes)
         chunks = 2 * size_of(axes, atom.axes[0])
-        if atom.zigzag and sizes[atom.name] % chunks:
+        if atom.zigzag and chunks > 2 and sizes[atom.name] % chunks:
             n, axis = sizes[atom.name], atom.axes[0]
             what = f"{atom.name}={n} does not divide over {axis}={chunks // 2} in head-tail order"
             fix = f'pad {atom.name} to {-(-n // chunks) * chunks}, or drop ":zigzag" (without it shards may be uneven)'
@@ -131,7 +131,7 @@ def part(atom: Atom, sizes: Mapping[str, int], axes: Axes, at: Mapping[str, int]
     ranges: Ranges = ((0, total),)
     for i, axis in enumerate(atom.axes[first:last], first):
         parts, index = size_of(axes, axis), at.get(axis, 0)
-        if atom.zigzag and i == 0:
+        if atom.zigzag and i == 0 and parts > 1:
             chunk = total // (2 * parts)
             ranges = _joined([(n * chunk, (n + 1) * chunk) for n in (index, 2 * parts - 1 - index)])
         else:

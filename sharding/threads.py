@@ -313,7 +313,7 @@ class _Reach:
     def _launch(
         self, kind: str, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
     ) -> Work:
-        part = Part(kind, axes, x.numel(), x.dtype, list(counts), list(receive), call)
+        part = Part(kind, axes, x.dtype, list(counts), list(receive), call)
         return self.threads.launch(self.rank, x, part)
 
 

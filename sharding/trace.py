@@ -19,8 +19,9 @@ from .transport import Call, moved
 
 __all__ = ["Event", "Trace", "site", "trace"]
 
-_PACKAGE = str(Path(__file__).parent)
-_INTERNAL = (_PACKAGE, str(Path(torch.__file__).parent))
+_ROOT = Path(__file__).parents[1]
+_ROOMS = [str(_ROOT / room) + os.sep for room in ("functional", "sharding", "programs")]
+_INTERNAL = (*_ROOMS, str(Path(torch.__file__).parent) + os.sep)
 _STANDARD = sysconfig.get_path("stdlib")
 
 
@@ -29,7 +30,7 @@ class Event:
     """One half of a collective on one rank.
 
     what: "launch" or "wait". group: the ranks that took part. sent, received: bytes to and from others (0 for a wait,
-    which its launch has counted). copies: of the payload, 1 where it had to be packed or unpacked. call: the pair, its
+    which its launch has counted). copies: 1 where the payload had to be packed or unpacked, else 0. call: the pair, its
     source line, and whether this is its backward.
     """
 

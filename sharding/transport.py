@@ -125,13 +125,12 @@ def moved(kind: str, to: Sequence[int], of: Sequence[int], me: int) -> tuple[int
 class Part:
     """What one rank brings to a collective.
 
-    size, dtype: of its buffer. counts: of the blocks that it sends, or that all bring; receive: of those that it
+    dtype: of its buffer. counts: of the blocks that it sends, or that all bring; receive: of those that it
     expects.
     """
 
     kind: str
     axes: tuple[str, ...]
-    size: int
     dtype: torch.dtype
     counts: list[int]
     receive: list[int]

@@ -237,3 +237,24 @@ def test_a_body_that_takes_other_arguments_is_told_before_any_rank_starts():
 def test_a_pending_sum_stands_by_itself():
     with pytest.raises(sh.SpecError, match=r'a space before the pending sum: "D \+tp"'):
         sh.Spec.parse("B S D+tp")
+
+
+def test_an_axis_that_the_mesh_lacks_is_in_no_group():
+    t = sh.trace(TWO)
+    y = sh.simulate(lambda x, *, mesh: sh.reshard(x, "S/dp/u -> S", mesh, S=8), t.mesh, "S/dp/u", "S")(x64)
+    assert torch.equal(y, x64)
+    assert {event.axes for event in t} == {("u",)}
+
+
+def test_head_tail_order_on_one_rank_is_any_order():
+    for one in (sh.Mesh(cp=1), sh.Mesh(u=1)):
+        x = torch.arange(97.0)
+        assert torch.equal(sh.reshard(x, "S/cp:zigzag -> S", one, S=97), x)
+        assert sh.Spec.parse("S/cp:zigzag").slices({"S": 97}, one, 0) == (slice(0, 97),)
+
+
+def test_a_mesh_knows_its_ranks_and_axes():
+    with pytest.raises(ValueError, match="ranks are 0 to 1"):
+        TWO.coordinates(5)
+    with pytest.raises(KeyError, match="no axis"):
+        TWO.ranks(("zz",), 1)
