@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import moves, shards
 from .errors import SpecError
@@ -146,7 +147,8 @@ def _exchanged(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Ten
     """Launch and wait at once."""
     if torch.compiler.is_compiling() or transform_level():
         return cast(Tensor, _Exchange.apply(x, move, back, call, mesh))
-    if x.requires_grad and torch.is_grad_enabled():
+    # A tangent of forward mode goes there too, to be refused: collectives would drop it.
+    if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
         return cast(Tensor, _Eager.apply(x, move, back, call, mesh))
     return finish(start(x, move, call, mesh))
 

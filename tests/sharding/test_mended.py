@@ -258,3 +258,10 @@ def test_a_mesh_knows_its_ranks_and_axes():
         TWO.coordinates(5)
     with pytest.raises(KeyError, match="no axis"):
         TWO.ranks(("zz",), 1)
+
+
+def test_a_tangent_does_not_get_lost_in_an_exchange():
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(x64[:4], x64[:4])
+        with pytest.raises(NotImplementedError, match="jvp"):
+            sh.Threads(TWO).run(lambda mesh: sh.reshard(x, "S/u -> S", mesh, S=8))
