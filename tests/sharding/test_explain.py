@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -412,9 +411,7 @@ def test_copies_of_what_is_local():
     ],
 )
 def test_thousands_of_ranks_are_folded(pair, mesh, sizes):
-    start = time.perf_counter()
     e = explain(pair, mesh, **sizes)
-    assert time.perf_counter() - start < 3
     assert len(e.sends) == 4096
     assert sum(e.sends) == sum(e.receives) > 0
     assert len(str(e).splitlines()) < 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-import time
 
 import pytest
 from expecttest import assert_expected_inline
@@ -273,9 +272,7 @@ ranks  g  u  S  D  local shape  elements
     ],
 )
 def test_thousands_of_ranks_are_folded(spec, mesh, sizes):
-    start = time.perf_counter()
     lines = str(show(spec, mesh, **sizes)).splitlines()
-    assert time.perf_counter() - start < 2
     assert len(lines) < 80
     assert max(map(len, lines)) <= 120
     assert spec == "B S" or re.fullmatch(r"\.\.\. \d+ more", lines[-1])
