@@ -80,7 +80,7 @@ class ProcessGroup:
         return self._run("all-gather", _all_to_all, x.repeat(n), how, axes, call)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
-        """Equal blocks are summed on their way, uneven ones where they arrive, in the order of the ranks. So are all on
+        """Equal blocks are summed on their way, uneven ones where they arrive. So are all on
         a CPU: gloo's own reduce-scatter takes 1.5 to 2.5 times as long, and rounds each addition."""
         self._agree("reduce-scatter", x, counts, counts, axes, call)
         n = self.members[axes]

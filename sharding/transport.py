@@ -177,7 +177,7 @@ def _told(value: Any) -> str:
 
 
 def summed(blocks: Tensor) -> Tensor:
-    """The sum over the first dimension, in its order; half precision is summed in fp32 and rounded once."""
+    """The sum over the first dimension; half precision is summed in fp32 and rounded once."""
     whole = not (blocks.dtype.is_floating_point or blocks.dtype.is_complex)
     return blocks.sum(0, dtype=blocks.dtype) if whole else blocks.sum(0)
 
