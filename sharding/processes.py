@@ -7,6 +7,7 @@ refuses uneven gathers; so the plan has raised before, and what is uneven goes a
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -29,10 +30,11 @@ class ProcessGroup:
 
     device_mesh: with names for its dimensions, which become the axes; it may be a part of the world, or one of several
     siblings. Every process of it makes this call at once: a group is made for each set of axes. The time limit of an
-    exchange is that of `init_process_group(timeout=)`. check: before each collective the members tell each other what
-    they are about to do, and all of them raise where they disagree; for finding such a fault, at the price of a second
-    exchange each time. Compiled functions do not check. Without it, a tensor that requires a gradient on one rank
-    alone is found in backward, where that rank waits until the time limit.
+    exchange is that of `init_process_group(timeout=)`; a device mesh of one dimension keeps its own group and limit.
+    check: before each collective the members tell each other what they are about to do, and all of them raise where
+    they disagree; for finding such a fault, at the price of a second exchange each time. Compiled functions do not
+    check. Without it, a tensor that requires a gradient on one rank alone is found in backward, where that rank waits
+    until the time limit.
 
     Raises `ValueError` for a mesh without names, whose ranks do not ascend, or that this process is not in.
     """
@@ -63,7 +65,7 @@ class ProcessGroup:
             for axes in itertools.combinations(names, n):
                 members = tuple(ranks[r] for r in plain.ranks(axes, rank))
                 if members not in made:
-                    made[members] = _group(device_mesh, axes, members)
+                    made[members] = _group(device_mesh, members)
                 group = made[members]
                 for order in itertools.permutations(axes):
                     self.members[order], self.groups[order] = len(members), group
@@ -230,13 +232,20 @@ def _equal(counts: Sequence[int]) -> bool:
     return all(n == counts[0] for n in counts)
 
 
-def _group(device_mesh: Any, axes: tuple[str, ...], ranks: tuple[int, ...]) -> Any:
-    """The group of these global ranks; made where torch has none."""
+def _group(device_mesh: Any, ranks: tuple[int, ...]) -> Any:
+    """The group of these global ranks. Those that a device mesh makes for its dimensions wait for torch's own limit of
+    half an hour, whatever the world's is; so where it has several, each set of axes has a group made here."""
     if len(ranks) == 1:
         return None
-    if len(axes) == 1:
-        return device_mesh.get_group(axes[0])
+    if device_mesh.mesh.dim() == 1:
+        return device_mesh.get_group(0)
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     # Only its members make a group, each in the same order of axes.
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout=time_limit(dist.group.WORLD), use_local_synchronization=True)
+
+
+def time_limit(group: Any) -> datetime.timedelta:
+    """How long a group's exchange may take; torch has no public way to ask."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return cast(datetime.timedelta, group._get_backend(device).options._timeout)
