@@ -105,10 +105,10 @@ def _together(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
 
 def _packed(x: Tensor, side: Side) -> Tensor:
     """A flat buffer of each member's ranges of a dimension, one after the other."""
-    if side.shape == "even":
+    if side.layout == "even":
         each = (len(side.part), side.lengths[0])
         return cast(Tensor, x.unflatten(side.dim, each).movedim(side.dim, 0).contiguous().view(-1))
-    if side.shape == "tiles" and math.prod(x.shape[: side.dim]) == 1 and x.is_contiguous():
+    if side.layout == "tiles" and math.prod(x.shape[: side.dim]) == 1 and x.is_contiguous():
         return x.view(-1)
     flat, at = x.new_empty(sum(_counts(list(x.shape), side))), 0
     for ranges, n in zip(side.part, side.lengths, strict=True):
@@ -126,7 +126,7 @@ def _packed(x: Tensor, side: Side) -> Tensor:
 def _unpacked(flat: Tensor, side: Side, shape: Sequence[int]) -> Tensor:
     """The dimension joined from each member's block; ranges that several sent are summed."""
     shape = list(shape)
-    if side.shape == "even":
+    if side.layout == "even":
         shape[side.dim] = side.lengths[0]
         return flat.view([len(side.part), *shape]).movedim(0, side.dim).flatten(side.dim, side.dim + 1)
     blocks, at = [], 0
@@ -135,7 +135,7 @@ def _unpacked(flat: Tensor, side: Side, shape: Sequence[int]) -> Tensor:
         blocks.append(flat.narrow(0, at, math.prod(shape)).view(shape))
         at += math.prod(shape)
     shape[side.dim] = side.size
-    if side.shape == "tiles":
+    if side.layout == "tiles":
         return flat.view(shape) if math.prod(shape[: side.dim]) == 1 else torch.cat(blocks, side.dim)
     if side.once:
         out = flat.new_empty(shape)

@@ -347,9 +347,11 @@ def _cost(kind: str, classes: Sequence[Class], itemsize: int, needed: bool) -> s
         return f"{_bytes(moved)} for the largest rank"
     before = max(math.prod(cls.before) for cls in classes) * itemsize
     after = max(math.prod(cls.forward.after) for cls in classes) * itemsize
+    shares = [(math.prod(cls.before) * itemsize, len(cls.ranks)) for cls in classes]
+    mean = sum(size * n for size, n in shares) // sum(n for _, n in shares)
     value, what = {
         "all-gather": (after, "the tensor after"),
-        "all-to-all": (max(before, after), "a shard"),
+        "all-to-all": (mean, "a shard"),
     }.get(kind, (before, "the tensor before"))
     members, rounds = classes[0].move.members, 2 if kind == "all-reduce" else 1
     formula, where = f"{'2 ' * (rounds == 2)}(P-1)/P V", f"P={members} and V={_bytes(value)}, {what}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +169,7 @@ def check_axes(axes: Axes, spec: Spec) -> None:
     for axis in spec.axes:
         if axis in known:
             continue
-        at = find_axis(spec, axis)
+        at = spec.where(axis)
         others = {name: axis.removeprefix(name) for name in dict(axes) if axis.startswith(name)}
         parts = [f"{name}/{other}" for name, other in others.items() if other in dict(axes) and other != name]
         guess = nearest(axis, dict(axes)) or nearest(axis, VOCABULARY)
@@ -179,15 +178,3 @@ def check_axes(axes: Axes, spec: Spec) -> None:
         else:
             fix = f'did you mean "{guess}"?' if guess else f"one of {', '.join(known)}, or Mesh(..., {axis}=...)"
         raise SpecError(f'no axis "{axis}"', spec.text, (at, at + len(axis)), mesh=text_of(axes), fix=fix)
-
-
-def find_axis(spec: Spec, axis: str) -> int:
-    for atom in spec.atoms:
-        at = atom.span[0] + len(atom.name) + (len(atom.need) + 1 if atom.need else 0)
-        for i, name in enumerate(atom.axes):
-            at += 1
-            if name == axis:
-                return at
-            at += len(name) + (len(":zigzag") if atom.zigzag and i == 0 else 0)
-    match = re.search(rf"\+{axis}(?!\w)", spec.text[spec.start :])
-    return spec.start + match.start() + 1 if match else spec.start

@@ -27,7 +27,7 @@ class Side(NamedTuple):
 
     dim: of the view in which composite dimensions are taken apart. size: of the piece that the group holds together.
     hold: for each member, the ranges of the piece that it holds, as they lie in its shard. part: those of them that it
-    exchanges; `fewer` where several members hold one element and the first sends it. lengths: of the parts. shape:
+    exchanges; `fewer` where several members hold one element and the first sends it. lengths: of the parts. layout:
     "even" where they are one range each, one after the other and equal, "tiles" where they are not equal, "ranges"
     where they are anything else. once: whether the parts hold each element of the piece exactly once.
     """
@@ -38,7 +38,7 @@ class Side(NamedTuple):
     part: tuple[Ranges, ...]
     fewer: bool
     lengths: tuple[int, ...]
-    shape: str
+    layout: str
     once: bool
 
 
@@ -111,7 +111,7 @@ def _reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int)
     check_axes(axes, right)
     step = one_step(text, axes)
     given = shards.complete(dict(sizes), text)
-    named = [dim for dim in left.dims if dim[0].name != ELLIPSIS]
+    named = left.named
     if ndim < len(named) or (ndim > len(named) and len(named) == len(left.dims)):
         least = "at least " if len(named) < len(left.dims) else ""
         many = f"{ndim} dimension{'s' * (ndim != 1)}"
@@ -137,7 +137,7 @@ def _planned(
     left, right = parse_pair(text)
     step = one_step(text, axes)
     at = coordinates(axes, rank)
-    named = [dim for dim in left.dims if dim[0].name != ELLIPSIS]
+    named = left.named
     dims = shards.dims_of(left, range(ndim))
     known = shards.complete(dict(sizes), text)
     for dim, atoms in zip(dims, named, strict=True):
@@ -148,15 +148,11 @@ def _planned(
     local = [-1] * ndim
     for dim, atoms in zip(dims, named, strict=True):
         if all(atom.name in known for atom in atoms):
-            local[dim] = math.prod(_local(atom, known, axes, at) for atom in atoms)
+            local[dim] = math.prod(shards.local(atom, known, axes, at) for atom in atoms)
     if step is None or math.prod(size_of(axes, axis) for axis in step.axes) == 1:
         return Planned(NOTHING, NOTHING, tuple(local))
     found = _move(left, right, step, known, axes, rank, dims)
     return Planned(found, adjoint(found), tuple(local))
-
-
-def _local(atom: Atom, sizes: Mapping[str, int], axes: Axes, at: Mapping[str, int]) -> int:
-    return shards.length(shards.held(atom, sizes, axes, at)) if atom.axes else sizes[atom.name]
 
 
 def _factor(
@@ -176,9 +172,9 @@ def _factor(
     if empty:
         what = f"no size for {unknown[0]}: some rank holds no {empty[0].name}, and cannot tell it from its shard"
         raise SpecError(what, spec.text, span, **facts, fix=f"pass {unknown[0]}=...")
-    product = math.prod(_local(atom, sizes, axes, at) for atom in known)
+    product = math.prod(shards.local(atom, sizes, axes, at) for atom in known)
     if n % product:
-        words = " ".join(f"{atom.name}={_local(atom, sizes, axes, at)}" for atom in known)
+        words = " ".join(f"{atom.name}={shards.local(atom, sizes, axes, at)}" for atom in known)
         what = f"({' '.join(a.name for a in dim)}) is {n} here, which does not factor: {words} does not divide it"
         fix = f"another {known[0].name}, or pass {unknown[0]}=... and reshape x"
         raise SpecError(what, spec.text, span, **facts, fix=fix)
@@ -214,8 +210,8 @@ def _move(
         if len(atoms) > 1 and any(count <= i < count + len(atoms) for i in moved):
             where |= {count + i: dim + shift + i for i in range(len(atoms))}
             shift += len(atoms) - 1
-            before.append((dim, tuple(_local(atom, sizes, axes, places[me]) for atom in atoms)))
-            after.append((dim, tuple(_local(atom, sizes, axes, places[me]) for atom in others)))
+            before.append((dim, tuple(shards.local(atom, sizes, axes, places[me]) for atom in atoms)))
+            after.append((dim, tuple(shards.local(atom, sizes, axes, places[me]) for atom in others)))
         count += len(atoms)
 
     def side(spec: Spec, i: int, first_holder: bool) -> Side | None:
@@ -227,7 +223,7 @@ def _move(
         size = shards.length(shards.part(atom, sizes, axes, places[me], 0, outer)) if outer else sizes[atom.name]
         meant = shards.first_holders(hold) if first_holder and atom.need else hold
         lengths = tuple(map(shards.length, meant))
-        return Side(where[i], size, hold, meant, meant != hold, lengths, _shape(meant, size), _once(meant, size))
+        return Side(where[i], size, hold, meant, meant != hold, lengths, _layout(meant, size), _once(meant, size))
 
     source = side(left, step.source, True)
     target = side(right, step.target, False)
@@ -235,7 +231,7 @@ def _move(
     return Move(step.kind, axes_here, len(ranks), me, source, target, tuple(before), tuple(after))
 
 
-def _shape(parts: Sequence[Ranges], size: int) -> str:
+def _layout(parts: Sequence[Ranges], size: int) -> str:
     """How the members' parts lie in the piece: see `Side`."""
     at = 0
     for ranges in parts:

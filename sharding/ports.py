@@ -20,10 +20,10 @@ from ..functional import tree
 from . import shards
 from .errors import SpecError
 from .mesh import Mesh, check_axes, size_of, text_of
-from .spec import ELLIPSIS, Atom, Spec, parse
+from .spec import Atom, Spec, parse
 from .transport import summable
 
-__all__ = ["Leaf", "Port", "enter", "gather", "leave", "matched", "scatter"]
+__all__ = ["Leaf", "Port", "differentiable", "enter", "gather", "leave", "matched", "scatter"]
 
 WHOLE = parse("...")
 
@@ -76,7 +76,7 @@ class Port:
     def _pieces(self, rank: int, *, first: bool) -> list[list[shards.Piece]]:
         at, axes = self.mesh.coordinates(rank), self.mesh.axes
         found = [[(0, 0, n)] for n in self.shape]
-        named = [dim for dim in self.spec.dims if dim[0].name != ELLIPSIS]
+        named = self.spec.named
         dims = shards.dims_of(self.spec, range(self.lead, len(self.shape)))
         for i, dim in zip(dims, named, strict=True):
             if any(atom.axes for atom in dim):
@@ -183,7 +183,7 @@ def enter(leaves: Sequence[Leaf], mesh: Mesh, sizes: Mapping[str, int]) -> list[
             for atom in dim if any(a.axes for a in dim) else ():
                 shards.size(leaf.spec, atom, atom.name, known, mesh.axes, leaf.name + ": ")
     return [
-        Port(leaf.spec or WHOLE, tuple(leaf.value.shape), known, mesh, False, _differentiable(leaf.value))
+        Port(leaf.spec or WHOLE, tuple(leaf.value.shape), known, mesh, False, differentiable(leaf.value))
         for leaf in leaves
     ]
 
@@ -198,7 +198,7 @@ def leave(of_ranks: Sequence[Sequence[Leaf]], mesh: Mesh, sizes: Mapping[str, in
         first, tensors = of_result[0], [leaf.value for leaf in of_result]
         assert first.spec is not None
         shape, known = _global_shape(first, mesh, sizes, lead)
-        port = Port(first.spec, shape, known, mesh, True, _differentiable(first.value), lead)
+        port = Port(first.spec, shape, known, mesh, True, differentiable(first.value), lead)
         for rank, x in enumerate(tensors):
             if tuple(x.shape) != port.local(rank) or x.dtype != tensors[0].dtype:
                 raise SpecError(
@@ -224,7 +224,7 @@ def _global_shape(
     assert spec is not None
     check_axes(mesh.axes, spec)
     known = shards.complete(sizes, spec.text)
-    named = [dim for dim in spec.dims if dim[0].name != ELLIPSIS]
+    named = spec.named
     inner = x.shape[lead:]
     if len(inner) < len(named) or (len(inner) > len(named) and len(named) == len(spec.dims)):
         what = f"{leaf.name} has {len(inner)} dimensions ({_numbers(inner)}), its spec {len(named)}"
@@ -238,7 +238,7 @@ def _global_shape(
                     shards.size(spec, atom, atom.name, known, mesh.axes, leaf.name + ": ")  # raises
             shards.check(replace(spec, dims=(tuple(a for a in dim if a.name in known),), partial=()), known, mesh.axes)
             parts = [atom for atom in dim if atom.name in known]
-            held = [shards.length(shards.held(a, known, mesh.axes, at)) if a.axes else known[a.name] for a in parts]
+            held = [shards.local(atom, known, mesh.axes, at) for atom in parts]
             if unknown:
                 known[unknown[0].name] = x.shape[i] // max(math.prod(held), 1)
             shape[i] = math.prod(known[atom.name] for atom in dim)
@@ -253,7 +253,8 @@ def _numbers(shape: Sequence[int]) -> str:
     return "x".join(str(n) for n in shape) or "a scalar"
 
 
-def _differentiable(x: Tensor) -> bool:
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor of this dtype has a gradient."""
     return x.dtype.is_floating_point or x.dtype.is_complex
 
 

@@ -82,8 +82,8 @@ class ProcessGroup:
         return self._run("all-gather", _all_to_all, x.repeat(n), how, axes, call)
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
-        """Equal blocks are summed on their way, uneven ones where they arrive. So are all on
-        a CPU: gloo's own reduce-scatter takes 1.5 to 2.5 times as long, and rounds each addition."""
+        """Equal blocks are summed on their way, uneven ones where they arrive. So are all on a CPU: gloo's own
+        reduce-scatter takes 1.5 to 2.5 times as long, and rounds each addition."""
         self._agree("reduce-scatter", x, counts, counts, axes, call)
         n = self.members[axes]
         if _equal(counts) and x.dtype in _SUMMED and x.device.type != "cpu":
@@ -242,10 +242,12 @@ def _group(device_mesh: Any, ranks: tuple[int, ...]) -> Any:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     # Only its members make a group, each in the same order of axes.
-    return dist.new_group(list(ranks), timeout=time_limit(dist.group.WORLD), use_local_synchronization=True)
+    limit = time_limit(dist.group.WORLD, device_mesh.device_type)
+    return dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
 
 
-def time_limit(group: Any) -> datetime.timedelta:
-    """How long a group's exchange may take; torch has no public way to ask."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    return cast(datetime.timedelta, group._get_backend(device).options._timeout)
+def time_limit(group: Any, device_type: str) -> datetime.timedelta | None:
+    """How long an exchange of a group may take on such devices, which torch has no public way to ask; None where its
+    backend has no limit (torch's fake one)."""
+    options = group._get_backend(torch.device(device_type)).options
+    return None if options is None else cast(datetime.timedelta, options._timeout)

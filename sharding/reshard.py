@@ -23,7 +23,7 @@ from .exchange import Started, finish, local, start
 from .functorch import transform_level
 from .mesh import Mesh
 from .moves import Move, Side
-from .spec import ELLIPSIS, parse_pair
+from .spec import parse_pair
 from .steps import COLLECTIVES
 from .trace import site
 from .transport import Call
@@ -112,7 +112,7 @@ def _misfit(
 ) -> SpecError:
     left, _ = parse_pair(pair)
     at = next(dim for dim, n in enumerate(local) if n >= 0 and n != shape[dim])
-    named = [dim for dim in left.dims if dim[0].name != ELLIPSIS]
+    named = left.named
     letters = dict(
         zip(shards.dims_of(left, range(len(shape))), (" ".join(a.name for a in d) for d in named), strict=True)
     )

@@ -15,7 +15,10 @@ from .errors import SpecError
 from .mesh import Axes, Mesh, check_axes, size_of, text_of
 from .spec import ELLIPSIS, Atom, Spec
 
-__all__ = ["balanced", "bind", "complete", "held", "length", "local_shape", "part", "pieces", "select", "slices"]
+__all__ = [
+    "Piece", "Ranges", "balanced", "bind", "check", "complete", "dims_of", "first_holders", "held", "known", "length",
+    "local", "local_shape", "part", "pieces", "select", "size", "slices", "whole", "within",
+]  # fmt: skip
 
 # (start, stop) one after the other, as they lie in the shard
 Ranges = tuple[tuple[int, int], ...]
@@ -155,17 +158,17 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return ((a, d),) if b == c else ((a, b), (c, d))
 
 
+def local(atom: Atom, sizes: Mapping[str, int], axes: Axes, at: Mapping[str, int]) -> int:
+    """How many of a letter lie at these coordinates."""
+    return length(held(atom, sizes, axes, at))
+
+
 def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mesh, rank: int) -> tuple[int, ...]:
     """`Spec.local`."""
     sizes, at = _ready(spec, sizes, mesh, rank)
-    return tuple(
-        math.prod(
-            length(held(atom, sizes, mesh.axes, at)) if atom.axes else size(spec, atom, atom.name, sizes, mesh.axes)
-            for atom in dim
-        )
-        for dim in spec.dims
-        if dim[0].name != ELLIPSIS
-    )
+    for atom in (atom for dim in spec.named for atom in dim):
+        size(spec, atom, atom.name, sizes, mesh.axes)
+    return tuple(math.prod(local(atom, sizes, mesh.axes, at) for atom in dim) for dim in spec.named)
 
 
 def slices(spec: Spec, sizes: Mapping[str, int], mesh: Mesh, rank: int) -> tuple[Any, ...]:
@@ -260,7 +263,7 @@ def bind(spec: Spec, shape: Sequence[int], sizes: Mapping[str, int], axes: Axes,
     what: the tensor's name, for errors.
     """
     sizes = complete(sizes, spec.text)
-    named = [dim for dim in spec.dims if dim[0].name != ELLIPSIS]
+    named = spec.named
     numbers = " ".join(str(int(n)) for n in shape) or "a scalar"
     if len(shape) < len(named) or (len(shape) > len(named) and len(named) == len(spec.dims)):
         raise SpecError(

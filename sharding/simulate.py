@@ -19,7 +19,7 @@ from ..functional import tree
 from .errors import SpecError
 from .functorch import Guarded, transform_level
 from .mesh import Mesh
-from .ports import Leaf, Port, enter, gather, leave, matched, scatter
+from .ports import Leaf, Port, differentiable, enter, gather, leave, matched, scatter
 from .threads import Ambient, Fault, Latency, Threads
 from .watch import captured, check_signature, refuse_captured, refuse_other_leaves, refuse_tangents, same_results
 
@@ -144,7 +144,7 @@ class _Simulated(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.run = inputs[0]
         ctx.save_for_backward(*inputs[1:])
-        ctx.mark_non_differentiable(*(y for y in output if not _differentiable(y)))
+        ctx.mark_non_differentiable(*(y for y in output if not differentiable(y)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -173,10 +173,6 @@ class _Simulated(torch.autograd.Function):
         run.results, run.structure = batched.results, batched.structure
         run.outs = tuple(port.alone() for port in batched.outs)
         return ys, (0,) * len(ys)
-
-
-def _differentiable(x: Tensor) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 def _forward(run: _Run, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -254,7 +250,7 @@ def _gradient(run: _Run) -> _Run:
             outer, mesh.received, mesh.level = (mesh.received, mesh.level), [], transform_level()
             here = dict(zip(ins, some, strict=True))
             leaves, _ = run.body([here.get(i, x) for i, x in enumerate(xs)], mesh)
-            values = [leaf.value for leaf in leaves if isinstance(leaf.value, Tensor) and _differentiable(leaf.value)]
+            values = [leaf.value for leaf in leaves if isinstance(leaf.value, Tensor) and differentiable(leaf.value)]
             received, (mesh.received, mesh.level) = mesh.received, outer
             return *values, *received
 

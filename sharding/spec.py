@@ -74,6 +74,11 @@ class Spec:
         return tuple(atom for dim in self.dims for atom in dim)
 
     @property
+    def named(self) -> tuple[tuple[Atom, ...], ...]:
+        """The dimensions but for `...`."""
+        return tuple(dim for dim in self.dims if dim[0].name != ELLIPSIS)
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """Every axis named, as they stand."""
         return (*(axis for atom in self.atoms for axis in atom.axes), *self.partial)
@@ -81,6 +86,18 @@ class Spec:
     @property
     def letters(self) -> tuple[str, ...]:
         return tuple(atom.name for atom in self.atoms if atom.name != ELLIPSIS)
+
+    def where(self, axis: str) -> int:
+        """Where an axis stands in the text."""
+        for atom in self.atoms:
+            at = atom.span[0] + len(atom.name) + (len(atom.need) + 1 if atom.need else 0)
+            for i, name in enumerate(atom.axes):
+                at += 1
+                if name == axis:
+                    return at
+                at += len(name) + (len(":zigzag") if atom.zigzag and i == 0 else 0)
+        match = re.search(rf"\+{axis}(?!\w)", self.text[self.start :])
+        return self.start + match.start() + 1 if match else self.start
 
     def __str__(self) -> str:
         dims = [str(dim[0]) if len(dim) == 1 else f"({' '.join(map(str, dim))})" for dim in self.dims]

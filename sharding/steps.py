@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .errors import SpecError
-from .mesh import Axes, find_axis, text_of
+from .mesh import Axes, text_of
 from .spec import Atom, Spec, parse_pair
 
 __all__ = ["COLLECTIVES", "Step", "one_step", "steps"]
@@ -69,7 +69,7 @@ def steps(left: Spec, right: Spec) -> tuple[Step, ...]:
     """
     invented = [axis for axis in right.partial if axis not in left.axes]
     if invented:
-        at = find_axis(right, invented[0]) - 1
+        at = right.where(invented[0]) - 1
         raise SpecError(
             f'a whole value cannot become a pending sum over "{invented[0]}"',
             right.text, (at, at + 1 + len(invented[0])),

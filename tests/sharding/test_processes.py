@@ -79,8 +79,8 @@ def siblings():
         assert mesh["u"] == 2
         assert torch.equal(sh.reshard(values[rank % 2], "S/u -> S", mesh, S=5), torch.cat(values))
         assert sh.reshard(torch.tensor([rank]), "D +u -> D", mesh).item() == sum(pair)
-    limits = {time_limit(g) for mesh in (world, mesh_of(u=2, g=2)) for g in mesh.transport.groups.values()}
-    assert limits == {time_limit(dist.group.WORLD)} != {datetime.timedelta(minutes=30)}
+    limits = {time_limit(g, "cpu") for mesh in (world, mesh_of(u=2, g=2)) for g in mesh.transport.groups.values()}
+    assert limits == {time_limit(dist.group.WORLD, "cpu")} != {datetime.timedelta(minutes=30)}
     whole = torch.arange(21.0).reshape(7, 3)
     for axes, group in itertools.product(("g/u", "u/g"), (world, mesh_of(u=2, g=2))):
         texts = (f"S/{axes} D", f"S D/{axes}")
