@@ -154,7 +154,7 @@ def _figures(move: Move, shape: Sequence[int], dtype: torch.dtype, text: str, ax
         return Figures(0, 0, (0, _copied(x, y)), tuple(y.shape))
     dry = _Dry(move.me)
     trace = Trace(Mesh(**dict(axes)).at(rank, dry))
-    y = finish(start(x, move, Call(text), trace.mesh))
+    (y,) = finish(start((x,), (move,), Call(text), trace.mesh))
     return Figures(*trace.bytes(rank), (_copied(x, dry.taken), _copied(dry.gave, y)), tuple(y.shape))
 
 

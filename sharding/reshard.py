@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,9 @@ from .steps import COLLECTIVES
 from .trace import site
 from .transport import Call
 
-__all__ = ["Pending", "launch", "reshard"]
+__all__ = ["Flight", "Pending", "call_of", "check_transport", "exchanged", "launch", "noted", "planned", "reshard"]
+
+Moves = tuple[Move, ...]
 
 
 def reshard(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Tensor:
@@ -44,11 +46,11 @@ def reshard(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Tensor:
 
     Raises `SpecError` before anything moves: on every rank alike for what the pair, the mesh and the sizes say.
     """
-    plan = _plan(x, pair, mesh, sizes)
+    plan = planned(x, pair, mesh, sizes)
     if plan.move.kind not in COLLECTIVES:
         return local(x, plan.move)
-    _check_transport(mesh)
-    return _noted(_exchanged(x, plan.move, plan.adjoint, _call(x, pair), mesh), mesh)
+    check_transport(mesh)
+    return noted(exchanged((x,), (plan.move,), (plan.adjoint,), call_of((x,), pair), mesh), mesh)[0]
 
 
 def launch(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Pending:
@@ -58,27 +60,29 @@ def launch(x: Tensor, pair: str, mesh: Mesh, /, **sizes: int) -> Pending:
     overlaps there too. Do not write to x before `wait`. In a compiled function the exchange is launched by the
     compiler's own schedule.
     """
-    plan = _plan(x, pair, mesh, sizes)
+    plan = planned(x, pair, mesh, sizes)
     if plan.move.kind not in COLLECTIVES or torch.compiler.is_compiling():
         return Pending(reshard(x, pair, mesh, **sizes))
-    flight = _Flight(plan.move, plan.adjoint, _call(x, pair), mesh)
-    return Pending(_Launch.apply(x, flight), flight)
+    flight = Flight((plan.move,), (plan.adjoint,), call_of((x,), pair), mesh)
+    return Pending(flight.launch((x,)), flight)
 
 
 class Pending:
     """A launched reshard."""
 
-    def __init__(self, value: Tensor, flight: _Flight | None = None) -> None:
+    def __init__(self, value: Tensor, flight: Flight | None = None) -> None:
         self._value, self._flight = value, flight
 
     def wait(self) -> Tensor:
         """The tensor in its new layout; the same one however often it is asked for."""
         if self._flight is not None:
-            self._value, self._flight = _noted(_Wait.apply(self._value, self._flight), self._flight.mesh), None
+            (self._value,) = noted(self._flight.wait(self._value), self._flight.mesh)
+            self._flight = None
         return self._value
 
 
-def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Planned:
+def planned(x: Tensor, pair: str, mesh: Mesh, sizes: Mapping[str, int]) -> moves.Planned:
+    """What a pair does to this rank's shard. Raises `SpecError` where it does not fit."""
     if not isinstance(x, Tensor):
         raise TypeError(f"reshard(x=...): a tensor is needed, not {type(x).__name__}")
     if not isinstance(pair, str) or not isinstance(mesh, Mesh):
@@ -100,7 +104,8 @@ def _plan(x: Tensor, pair: str, mesh: Mesh, sizes: dict[str, int]) -> moves.Plan
     return plan
 
 
-def _check_transport(mesh: Mesh) -> None:
+def check_transport(mesh: Mesh) -> None:
+    """Raise `RuntimeError` for what cannot be compiled."""
     if torch.compiler.is_compiling() and not (mesh.transport and mesh.transport.traces):
         raise RuntimeError("threads cannot be compiled: compile what the body calls, or run it on processes")
     if torch.compiler.is_compiling() and transform_level() > 0:
@@ -131,48 +136,56 @@ def _misfit(
     )  # fmt: skip
 
 
-def _call(x: Tensor, pair: str) -> Call:
+def call_of(xs: Sequence[Tensor], pair: str, edges: tuple[str, ...] = ()) -> Call:
+    """What an exchange is for."""
     if torch.compiler.is_compiling():
         return Call(pair)
-    return Call(pair, site(), grad=x.requires_grad and torch.is_grad_enabled())
+    return Call(pair, site(), grad=torch.is_grad_enabled() and any(x.requires_grad for x in xs), edges=edges)
 
 
-def _noted(y: Tensor, mesh: Mesh) -> Tensor:
-    if mesh.received is not None and y.requires_grad and mesh.level == transform_level():
-        mesh.received.append(y)
-    return y
+def noted(ys: tuple[Tensor, ...], mesh: Mesh) -> tuple[Tensor, ...]:
+    """What an exchange gave, where the executor wants to know."""
+    if mesh.received is not None and mesh.level == transform_level():
+        mesh.received += [y for y in ys if y.requires_grad]
+    return ys
 
 
-def _exchanged(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
-    """Launch and wait at once."""
+def exchanged(xs: Sequence[Tensor], moves: Moves, backs: Moves, call: Call, mesh: Mesh) -> tuple[Tensor, ...]:
+    """Launch and wait at once: several tensors in one collective, where their moves are of one kind and group."""
     if torch.compiler.is_compiling() or transform_level():
-        return cast(Tensor, _Exchange.apply(x, move, back, call, mesh))
+        return cast(tuple[Tensor, ...], _Exchange.apply(moves, backs, call, mesh, *xs))
     # A tangent of forward mode goes there too, to be refused: collectives would drop it.
-    if (x.requires_grad and torch.is_grad_enabled()) or forward_ad.unpack_dual(x).tangent is not None:
-        return cast(Tensor, _Eager.apply(x, move, back, call, mesh))
-    return finish(start(x, move, call, mesh))
+    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(map(_has_tangent, xs)):
+        return cast(tuple[Tensor, ...], _Eager.apply(moves, backs, call, mesh, *xs))
+    return finish(start(xs, moves, call, mesh))
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 class _Exchange(torch.autograd.Function):
     """What transforms and the compiler see."""
 
     @staticmethod
-    def forward(x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
-        return finish(start(x, move, call, mesh))
+    def forward(moves: Moves, backs: Moves, call: Call, mesh: Mesh, *xs: Tensor) -> tuple[Tensor, ...]:
+        return finish(start(xs, moves, call, mesh))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.rest = inputs[1:]
+        ctx.rest = inputs[:4]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        move, back, call, mesh = ctx.rest
-        return _exchanged(grad, back, move, call._replace(backward=not call.backward), mesh), None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        moves, backs, call, mesh = ctx.rest
+        return None, None, None, None, *exchanged(grads, backs, moves, call._replace(backward=not call.backward), mesh)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Any:
+    def vmap(info: Any, in_dims: Any, moves: Moves, backs: Moves, call: Call, mesh: Mesh, *xs: Tensor) -> Any:
         # The batch is one more dimension in front, moved with the rest.
-        return _Exchange.apply(x.movedim(in_dims[0], 0), _behind_a_batch(move), _behind_a_batch(back), call, mesh), 0
+        batched = [_in_front(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[4:], strict=True)]
+        ys = _Exchange.apply(_behind_a_batch(moves), _behind_a_batch(backs), call, mesh, *batched)
+        return ys, (0,) * len(ys)
 
 
 class _Eager(torch.autograd.Function):
@@ -180,52 +193,62 @@ class _Eager(torch.autograd.Function):
     which takes as long as a third of an exchange between simulated ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, move: Move, back: Move, call: Call, mesh: Mesh) -> Tensor:
-        ctx.rest = move, back, call, mesh
-        return finish(start(x, move, call, mesh))
+    def forward(ctx: Any, moves: Moves, backs: Moves, call: Call, mesh: Mesh, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.rest = moves, backs, call, mesh
+        return finish(start(xs, moves, call, mesh))
 
     backward = _Exchange.backward
 
 
-class _Flight:
+class Flight:
     """An exchange that is launched in one place and waited for in another, and in backward the other way round."""
 
-    def __init__(self, move: Move, back: Move, call: Call, mesh: Mesh) -> None:
-        self.move, self.back, self.call, self.mesh = move, back, call, mesh
+    def __init__(self, moves: Moves, backs: Moves, call: Call, mesh: Mesh) -> None:
+        self.moves, self.backs, self.call, self.mesh = moves, backs, call, mesh
         self.started: Started | None = None
-        self.returning: _Flight | None = None  # of the gradient, once backward has launched it
-        self.batched: _Flight | None = None  # of the whole batch, under vmap
+        self.returning: Flight | None = None  # of the gradient, once backward has launched it
+        self.batched: Flight | None = None  # of the whole batch, under vmap
 
-    def reversed(self) -> _Flight:
-        return _Flight(self.back, self.move, self.call._replace(backward=not self.call.backward), self.mesh)
+    def launch(self, xs: Sequence[Tensor]) -> Tensor:
+        """Send, and a token that ties `wait` to it."""
+        return cast(Tensor, _Launch.apply(self, *xs))
+
+    def wait(self, token: Tensor) -> tuple[Tensor, ...]:
+        """What came."""
+        return cast(tuple[Tensor, ...], _Wait.apply(token, self))
+
+    def reversed(self) -> Flight:
+        return Flight(self.backs, self.moves, self.call._replace(backward=not self.call.backward), self.mesh)
 
 
 class _Launch(torch.autograd.Function):
     """Starts a flight and gives a token of no elements, which ties the wait to it in the graph."""
 
     @staticmethod
-    def forward(x: Tensor, flight: _Flight) -> Tensor:
-        flight.started = start(x, flight.move, flight.call, flight.mesh)
-        return x.new_empty(0)
+    def forward(flight: Flight, *xs: Tensor) -> Tensor:
+        flight.started = start(xs, flight.moves, flight.call, flight.mesh)
+        return xs[0].new_empty(0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.flight = inputs[1]
+        ctx.flight = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> Any:
-        return _Wait.apply(token, ctx.flight.returning), None
+        return None, *ctx.flight.returning.wait(token)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, flight: _Flight) -> Any:
-        flight.batched = _Flight(_behind_a_batch(flight.move), _behind_a_batch(flight.back), flight.call, flight.mesh)
-        token = _Launch.apply(x.movedim(in_dims[0], 0), flight.batched)
-        return token.expand(info.batch_size, 0), 0
+    def vmap(info: Any, in_dims: Any, flight: Flight, *xs: Tensor) -> Any:
+        flight.batched = Flight(
+            _behind_a_batch(flight.moves), _behind_a_batch(flight.backs), flight.call, flight.mesh
+        )  # fmt: skip
+        batched = [_in_front(x, dim, info.batch_size) for x, dim in zip(xs, in_dims[1:], strict=True)]
+        return flight.batched.launch(batched).expand(info.batch_size, 0), 0
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(token: Tensor, flight: _Flight) -> Tensor:
+    def forward(token: Tensor, flight: Flight) -> tuple[Tensor, ...]:
         assert flight.started is not None
         return finish(flight.started)
 
@@ -234,18 +257,29 @@ class _Wait(torch.autograd.Function):
         ctx.flight = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.flight.returning = ctx.flight.reversed()
-        return _Launch.apply(grad, ctx.flight.returning), None
+        return ctx.flight.returning.launch(grads), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, token: Tensor, flight: _Flight) -> Any:
-        return _Wait.apply(token.select(in_dims[0], 0), flight.batched), 0
+    def vmap(info: Any, in_dims: Any, token: Tensor, flight: Flight) -> Any:
+        assert flight.batched is not None
+        ys = flight.batched.wait(token.select(in_dims[0], 0))
+        return ys, (0,) * len(ys)
 
 
-def _behind_a_batch(move: Move) -> Move:
+def _in_front(x: Tensor, dim: int | None, n: int) -> Tensor:
+    return x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _behind_a_batch(moves: Moves) -> Moves:
     def side(s: Side | None) -> Side | None:
         return None if s is None else s._replace(dim=s.dim + 1)
 
-    before, after = (tuple((dim + 1, factors) for dim, factors in dims) for dims in (move.before, move.after))
-    return move._replace(source=side(move.source), target=side(move.target), before=before, after=after)
+    def dims(some: Any) -> Any:
+        return tuple((dim + 1, factors) for dim, factors in some)
+
+    return tuple(
+        m._replace(source=side(m.source), target=side(m.target), before=dims(m.before), after=dims(m.after))
+        for m in moves
+    )

@@ -62,21 +62,30 @@ class Trace:
         return len(self.events)
 
     def launched(
-        self, mesh: Mesh, call: Call, move: Move, to: Sequence[int], of: Sequence[int], x: Tensor, flat: Tensor
+        self,
+        mesh: Mesh,
+        call: Call,
+        move: Move,
+        to: Sequence[int],
+        of: Sequence[int],
+        xs: Sequence[Tensor],
+        flat: Tensor,
     ) -> None:
-        """Note a launch. to, of: elements for and from each member. x, flat: before and after packing."""
+        """Note a launch. to, of: elements for and from each member. xs, flat: before and after packing."""
         sent, received = moved(move.kind, to, of, move.me)
-        self._note(mesh, call, move, "launch", (sent * x.element_size(), received * x.element_size()), x, flat)
+        size = flat.element_size()
+        self._note(mesh, call, move, "launch", (sent * size, received * size), xs, flat)
 
-    def waited(self, mesh: Mesh, call: Call, move: Move, flat: Tensor, y: Tensor) -> None:
-        """Note a wait. flat, y: before and after unpacking."""
-        self._note(mesh, call, move, "wait", (0, 0), flat, y)
+    def waited(self, mesh: Mesh, call: Call, move: Move, flat: Tensor, ys: Sequence[Tensor]) -> None:
+        """Note a wait. flat, ys: before and after unpacking."""
+        self._note(mesh, call, move, "wait", (0, 0), ys, flat)
 
     def _note(
-        self, mesh: Mesh, call: Call, move: Move, what: str, size: tuple[int, int], before: Tensor, after: Tensor
-    ) -> None:
-        same = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
-        copies = int(before.numel() > 0 and not same)
+        self, mesh: Mesh, call: Call, move: Move, what: str, size: tuple[int, int], xs: Sequence[Tensor],
+        flat: Tensor,
+    ) -> None:  # fmt: skip
+        storage = flat.untyped_storage().data_ptr()
+        copies = int(flat.numel() > 0 and any(x.untyped_storage().data_ptr() != storage for x in xs))
         group = mesh.ranks(move.axes, mesh.rank)
         self.events.append(Event(mesh.rank, what, move.kind, move.axes, group, *size, copies, call))
 
@@ -103,10 +112,8 @@ class Trace:
     def __str__(self) -> str:
         rows = [("rank", "", "collective", "axes", "sent", "received", "copies", "pair")]
         for e in sorted(self.events, key=lambda e: e.rank):
-            pair = e.call.text + " (backward)" * e.call.backward
-            rows.append(
-                (str(e.rank), e.what, e.kind, "/".join(e.axes), str(e.sent), str(e.received), str(e.copies), pair)
-            )
+            counts = (str(e.sent), str(e.received), str(e.copies))
+            rows.append((str(e.rank), e.what, e.kind, "/".join(e.axes), *counts, e.call.title))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         right = (0, 4, 5, 6)
         return "\n".join(

@@ -25,8 +25,8 @@ class Call(NamedTuple):
     """What a collective is for.
 
     text: the pair that asked for it. site: the source line, of the forward call where this is its backward. rest: the
-    sizes of the dimensions that stay as they are. grad: whether backward will come by. Peers must agree on all but the
-    site.
+    sizes of the dimensions that stay as they are. grad: whether backward will come by. edges: the names of the tensors,
+    where a layout's wire packs several. Peers must agree on all but the site.
     """
 
     text: str
@@ -34,6 +34,12 @@ class Call(NamedTuple):
     backward: bool = False
     rest: tuple[int, ...] = ()
     grad: bool = False
+    edges: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """`q, k, v`, or the pair where it has no name."""
+        return (", ".join(self.edges) or self.text) + " (backward)" * self.backward
 
     def __str__(self) -> str:
         return f'"{self.text}"' + " (backward)" * self.backward + (f"  {self.site}" if self.site else "")
