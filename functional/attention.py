@@ -193,7 +193,13 @@ def attention(
             f"attention: qk_norm_wide takes its mean over all {cfg.num_attention_heads} query heads, but the weights "
             f"have {sizes['H']} of them\n    fix: replicate the query and key projections over the ranks"
         )
-    q_BSHE, k_BSKE, v_BSKV, gate = project_qkv(params, wire.pass_(x=x), cfg)
+    wire = wire.layer(H=cfg.num_attention_heads, K=cfg.num_key_value_heads, causal=cfg.causal, window=cfg.window)
+    x_BSD = wire.pass_(x=x)
+    if wire.moves:  # keys and values first, so that they fly while queries are projected
+        x_BSD = apply_norm(x_BSD, params.norm, cfg.norm)
+        k_BSKE, v_BSKV = project_kv(params, x_BSD, cfg)
+    else:
+        q_BSHE, k_BSKE, v_BSKV, gate = project_qkv(params, x_BSD, cfg)
     if cfg.rope is not None:
         cos, sin = rope_tables(positions, cfg.rope, cfg.head_dim, x.dtype) if rope is None else rope
         if 2 * cos.shape[-1] != cfg.rope.rotary_width(cfg.head_dim):
@@ -205,14 +211,16 @@ def attention(
     positions = positions.expand(x.shape[:2])
 
     sent = wire.send(k=k_BSKE, v=v_BSKV, k_positions=positions, k_segment_ids=segment_ids)
+    if wire.moves:
+        q_BSHE, gate = project_q(params, x_BSD, cfg)
     if cfg.rope is not None:
-        q_BSHE = apply_rope(q_BSHE, cos, sin, interleaved=cfg.rope.interleaved)  # while keys may be flying
+        q_BSHE = apply_rope(q_BSHE, cos, sin, interleaved=cfg.rope.interleaved)
     q_BSHE, q_positions, q_ids, mask, sinks, k_BTKE, v_BTKV, k_positions, k_ids = wire.receive(
         sent, q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask, sinks=params.sinks
     )
     if cache is not None:
         cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, read, window=cfg.window)
-    heads = wire.heads(H=cfg.num_attention_heads, K=cfg.num_key_value_heads)
+    heads = wire.heads()
     # A core is told what there is to tell, so that a plain one (SDPA in a lambda) can serve a plain layer.
     told: dict[str, Any] = {
         "window": cfg.window,
@@ -241,19 +249,43 @@ def attention(
 def project_qkv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """x `B S D` -> q `B S H E`, k `B S K E`, v `B S K V`, gate `B S H E` or None: the norm in front, projections, norms
     of queries and keys; heads as many as the weights have."""
+    norm_weight, options = norm_in_front(params.norm, cfg.norm)
+    weights, biases = [_query(params), params.k, params.v], [params.q_bias, params.k_bias, params.v_bias]
+    q, k, v = norm_linear(x, norm_weight, weights, biases, **options)
+    q, gate = _queries(q, params, cfg)
+    return q, *_keys(k, v, params, cfg), gate
+
+
+def project_kv(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """The keys and values of `project_qkv` alone. x: normalised."""
+    k, v = norm_linear(x, None, [params.k, params.v], [params.k_bias, params.v_bias])
+    return _keys(k, v, params, cfg)
+
+
+def project_q(params: Attention, x: Tensor, cfg: AttentionConfig) -> tuple[Tensor, Tensor | None]:
+    """The queries and the gate of `project_qkv` alone. x: normalised."""
+    return _queries(linear(x, _query(params), params.q_bias), params, cfg)
+
+
+def _query(params: Attention) -> Tensor:
     query = params.q if params.q_gate is None else params.q_gate
     assert query is not None  # check_presence has seen that one of them is there
-    norm_weight, options = norm_in_front(params.norm, cfg.norm)
-    weights, biases = [query, params.k, params.v], [params.q_bias, params.k_bias, params.v_bias]
-    q, k, v = norm_linear(x, norm_weight, weights, biases, **options)
-    if params.q_norm_wide is not None and params.k_norm_wide is not None and cfg.qk_norm is not None:
+    return query
+
+
+def _queries(q: Tensor, params: Attention, cfg: AttentionConfig) -> tuple[Tensor, Tensor | None]:
+    if params.q_norm_wide is not None and cfg.qk_norm is not None:
         q = normalize(q, params.q_norm_wide, **cfg.qk_norm.options)
-        k = normalize(k, params.k_norm_wide, **cfg.qk_norm.options)
     gate = None
     if params.q_gate is None:
         q = q.unflatten(-1, (-1, cfg.head_dim))
     else:
         q, gate = q.unflatten(-1, (-1, 2, cfg.head_dim)).unbind(-2)
-    k = k.unflatten(-1, (-1, cfg.head_dim))
-    q, k = apply_norm(q, params.q_norm, cfg.q_norm), apply_norm(k, params.k_norm, cfg.k_norm)
-    return q, k, v.unflatten(-1, (-1, cfg.v_head_dim or cfg.head_dim)), gate
+    return apply_norm(q, params.q_norm, cfg.q_norm), gate
+
+
+def _keys(k: Tensor, v: Tensor, params: Attention, cfg: AttentionConfig) -> tuple[Tensor, Tensor]:
+    if params.k_norm_wide is not None and cfg.qk_norm is not None:
+        k = normalize(k, params.k_norm_wide, **cfg.qk_norm.options)
+    k = apply_norm(k.unflatten(-1, (-1, cfg.head_dim)), params.k_norm, cfg.k_norm)
+    return k, v.unflatten(-1, (-1, cfg.v_head_dim or cfg.head_dim))

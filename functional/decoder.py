@@ -296,6 +296,7 @@ def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = ident
     return logits_Z
 
 
+@edges({"layers": layer}, tokens="B S", embedded="B S D", targets="B S", weights="B S", loss="")
 def next_token_loss(
     params: Decoder,
     tokens: Tensor,
@@ -304,6 +305,7 @@ def next_token_loss(
     weights: Tensor | None = None,
     *,
     chunk: int = 1024,
+    wire: Wire = identity,
     **given: Any,
 ) -> tuple[Tensor, Tensor]:
     """tokens `B S`, targets `B S`, the token after each (`ids[:, :-1]` and `ids[:, 1:]`; -100 is left out), weights
@@ -312,8 +314,9 @@ def next_token_loss(
     `cross_entropy` of `decoder`'s logits, of `chunk` tokens at a time. given: the other arguments of `backbone`.
     """
     check_shapes("next_token_loss", tokens=(tokens, "B S"), targets=(targets, "B S"), weights=(weights, "B S"))
-    x, _ = backbone(params, tokens, cfg, **given)
-    return cross_entropy(
+    x, _ = backbone(params, tokens, cfg, wire=wire, **given)
+    targets, weights = wire.receive(targets=targets, weights=weights)
+    total, count = cross_entropy(
         final_norm(params, x, cfg),
         params.embed if params.head is None else params.head,
         targets,
@@ -323,3 +326,4 @@ def next_token_loss(
         softcap=cfg.final_logit_softcapping,
         chunk=chunk,
     )
+    return wire.pass_(loss=total), count

@@ -32,8 +32,17 @@ class Heads(NamedTuple):
 class Wire(Protocol):
     """Carries edges. An edge that is None (an option not used) stays None."""
 
-    def heads(self, *, H: int, K: int) -> Heads:  # noqa: N803
-        """What a core is told of its heads after `receive`, when the layer has H query and K key/value heads in all."""
+    @property
+    def moves(self) -> bool:
+        """Whether anything may move. Then a layer sends what it has as early as it can, and computes on meanwhile."""
+        ...
+
+    def layer(self, *, H: int, K: int, causal: bool, window: int | None) -> Wire:  # noqa: N803
+        """The wire of a layer with H query and K key/value heads in all, whose queries see keys by these rules."""
+        ...
+
+    def heads(self) -> Heads:
+        """What a core is told of its heads after `receive`."""
         ...
 
     def send(self, **named: Tensor | None) -> Any:
@@ -56,7 +65,12 @@ class Wire(Protocol):
 class Identity:
     """One rank: every edge is what it was."""
 
-    def heads(self, *, H: int, K: int) -> Heads:  # noqa: N803
+    moves = False
+
+    def layer(self, *, H: int, K: int, causal: bool, window: int | None) -> Identity:  # noqa: N803
+        return self
+
+    def heads(self) -> Heads:
         return Heads()
 
     def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:

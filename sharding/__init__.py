@@ -8,11 +8,14 @@ ProcessGroup        the same body on processes, gloo or NCCL
 trace               what moved
 """
 
+from .documents import positions_of
 from .errors import SpecError
 from .explain import Explanation, explain
+from .layouts import Layout, all_gather, hybrid, ulysses
 from .mesh import Mesh
 from .processes import ProcessGroup, keep_collectives
 from .reshard import Pending, launch, reshard
+from .shard import Sharded, shard
 from .show import Picture, show
 from .simulate import simulate
 from .spec import Spec
@@ -24,22 +27,29 @@ __all__ = [
     "Call",
     "Event",
     "Explanation",
+    "Layout",
     "Local",
     "Mesh",
     "Pending",
     "Picture",
     "ProcessGroup",
+    "Sharded",
     "Spec",
     "SpecError",
     "Threads",
     "Trace",
     "Transport",
     "TransportError",
+    "all_gather",
     "explain",
+    "hybrid",
     "keep_collectives",
     "launch",
+    "positions_of",
     "reshard",
+    "shard",
     "show",
     "simulate",
     "trace",
+    "ulysses",
 ]

@@ -89,13 +89,20 @@ def reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int) 
 
 
 def move(
-    text: str, axes: Axes, rank: int, sizes: tuple[tuple[str, int], ...], ndim: int, read: tuple[tuple[int, int], ...]
+    text: str,
+    axes: Axes,
+    rank: int,
+    sizes: tuple[tuple[str, int], ...],
+    ndim: int,
+    read: tuple[tuple[int, int], ...],
+    needed: tuple[Ranges, ...] | None = None,
 ) -> Planned:
     """One rank's move. sizes: global, by letter. read: (dimension, local size) of those that `reads` names.
 
+    needed: of an all-gather, which ranges of the result each member of the group wants, instead of all.
     Raises `SpecError`: the same on every rank, unless the rank's own tensor is what does not fit.
     """
-    return _planned(text, axes, rank, sizes, ndim, read)
+    return _planned(text, axes, rank, sizes, ndim, read, needed)
 
 
 # Dynamo calls these two with the constants it has and keeps the result, as torch.compiler.assume_constant_result would
@@ -132,7 +139,13 @@ def _reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int)
 
 @functools.lru_cache(4096)
 def _planned(
-    text: str, axes: Axes, rank: int, sizes: tuple[tuple[str, int], ...], ndim: int, read: tuple[tuple[int, int], ...]
+    text: str,
+    axes: Axes,
+    rank: int,
+    sizes: tuple[tuple[str, int], ...],
+    ndim: int,
+    read: tuple[tuple[int, int], ...],
+    needed: tuple[Ranges, ...] | None,
 ) -> Planned:
     left, right = parse_pair(text)
     step = one_step(text, axes)
@@ -152,6 +165,8 @@ def _planned(
     if step is None or math.prod(size_of(axes, axis) for axis in step.axes) == 1:
         return Planned(NOTHING, NOTHING, tuple(local))
     found = _move(left, right, step, known, axes, rank, dims)
+    if needed is not None and found.kind == "all-gather":
+        found = _selective(found, needed)
     return Planned(found, adjoint(found), tuple(local))
 
 
@@ -229,6 +244,32 @@ def _move(
     target = side(right, step.target, False)
     axes_here = tuple(axis for axis in step.axes if axis in dict(axes))  # those that the mesh lacks split nothing
     return Move(step.kind, axes_here, len(ranks), me, source, target, tuple(before), tuple(after))
+
+
+def _selective(gather: Move, needed: tuple[Ranges, ...]) -> Move:
+    """A gather of which each member wants some ranges: an all-to-all within the dimension, whose gradient is summed
+    where several want the same. Where nobody wants anything of another, a slice."""
+    side, me = gather.source, gather.me
+    assert side is not None  # of a gather
+    hold = side.hold
+    if all(shards.length(_both(hold[i], needed[i])) == shards.length(needed[i]) for i in range(gather.members)):
+        mine = shards.within(hold[me], needed[me])
+        kept = Side(side.dim, shards.length(hold[me]), (mine,) * len(hold), (mine,) * len(hold), False, (), "", True)
+        return gather._replace(kind="slice", source=None, target=kept)
+    sends = tuple(shards.within(hold[me], _both(hold[me], wanted)) for wanted in needed)
+    receives = tuple(shards.within(needed[me], _both(held, needed[me])) for held in hold)
+    target, source = (
+        Side(side.dim, size, parts, parts, False, tuple(map(shards.length, parts)), _layout(parts, size),
+             _once(parts, size))
+        for parts, size in ((sends, shards.length(hold[me])), (receives, shards.length(needed[me])))
+    )  # fmt: skip
+    return gather._replace(kind="all-to-all", source=source, target=target)
+
+
+def _both(hold: Ranges, wanted: Ranges) -> Ranges:
+    """What is in both, as it lies in the first."""
+    found = ((max(a, c), min(b, d)) for a, b in hold for c, d in wanted)
+    return tuple((a, b) for a, b in found if a < b)
 
 
 def _layout(parts: Sequence[Ranges], size: int) -> str:

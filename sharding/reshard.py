@@ -23,6 +23,7 @@ from .exchange import Started, finish, local, start
 from .functorch import transform_level
 from .mesh import Mesh
 from .moves import Move, Side
+from .shards import Ranges
 from .spec import parse_pair
 from .steps import COLLECTIVES
 from .trace import site
@@ -81,8 +82,10 @@ class Pending:
         return self._value
 
 
-def planned(x: Tensor, pair: str, mesh: Mesh, sizes: Mapping[str, int]) -> moves.Planned:
-    """What a pair does to this rank's shard. Raises `SpecError` where it does not fit."""
+def planned(
+    x: Tensor, pair: str, mesh: Mesh, sizes: Mapping[str, int], needed: tuple[Ranges, ...] | None = None
+) -> moves.Planned:
+    """What a pair does to this rank's shard. needed: see `moves.move`. Raises `SpecError` where it does not fit."""
     if not isinstance(x, Tensor):
         raise TypeError(f"reshard(x=...): a tensor is needed, not {type(x).__name__}")
     if not isinstance(pair, str) or not isinstance(mesh, Mesh):
@@ -95,7 +98,7 @@ def planned(x: Tensor, pair: str, mesh: Mesh, sizes: Mapping[str, int]) -> moves
     axes = tuple((axis, operator.index(size)) for axis, size in mesh.axes)
     shape, rank = x.shape, operator.index(mesh.rank)
     read = tuple((dim, operator.index(shape[dim])) for dim in moves.reads(pair, axes, given, len(shape)))
-    plan = moves.move(pair, axes, rank, given, len(shape), read)
+    plan = moves.move(pair, axes, rank, given, len(shape), read, needed)
     for dim, expected in enumerate(plan.local):
         if expected >= 0 and shape[dim] != expected:
             if torch.compiler.is_compiling():

@@ -20,6 +20,7 @@ from .errors import SpecError
 from .functorch import Guarded, transform_level
 from .mesh import Mesh
 from .ports import Leaf, Port, differentiable, enter, gather, leave, matched, scatter
+from .shard import Sharded
 from .threads import Ambient, Fault, Latency, Threads
 from .watch import captured, check_signature, refuse_captured, refuse_other_leaves, refuse_tangents, same_results
 
@@ -29,8 +30,8 @@ __all__ = ["simulate"]
 def simulate(
     fn: Callable[..., Any],
     mesh: Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: Any = None,
+    out_specs: Any = None,
     /,
     *,
     timeout: float = 60.0,
@@ -51,12 +52,19 @@ def simulate(
     The body must be pure: a gradient that is itself to be differentiated (`torch.func`, `create_graph=True`) runs it
     once more, with the same random numbers and modes.
 
+    What `shard` returns brings its own specs: `simulate(shard(...), mesh)` takes what the function itself takes, by
+    name too.
+
     Raises `SpecError` before any rank starts where arguments do not fit; what a rank raised; and `TransportError`
     where ranks disagree, listing what each was doing.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"simulate(mesh=...): a Mesh is needed, not {type(mesh).__name__}")
     Threads(mesh, timeout=timeout)  # raises for a timeout that is none
+    if isinstance(fn, Sharded):
+        if in_specs is not None or out_specs is not None:
+            raise TypeError("simulate: what shard returns has its own specs\n    fix: simulate(shard(...), mesh)")
+        return _sharded(fn, mesh, timeout=timeout, latency=latency, fault=fault)
 
     def simulated(*args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -79,7 +87,8 @@ def simulate(
             here = iter(shards)
             values = [next(here) if isinstance(leaf.value, Tensor) else leaf.value for leaf in leaves]
             result = fn(*tree.unflatten(structure, values), mesh=at)
-            return matched(result, out_specs, "the result"), tree.structure(result)
+            leaving = out_specs(result) if callable(out_specs) else out_specs
+            return matched(result, leaving, "the result"), tree.structure(result)
 
         closed_over = captured(fn)
         refuse_captured(closed_over)
@@ -89,6 +98,26 @@ def simulate(
         results = iter(_Simulated.apply(run, *(leaf.value for leaf in tensors)))
         values = [next(results) if leaf is None else leaf.value for leaf in run.results]
         return tree.unflatten(run.structure, values)
+
+    return simulated
+
+
+def _sharded(fn: Sharded, mesh: Mesh, **options: Any) -> Callable[..., Any]:
+    """A sharded function as one of global tensors, which takes the same arguments."""
+    if fn.mesh.axes != mesh.axes:
+        raise SpecError(f"simulate: the function is sharded over {fn.mesh}, and this mesh is {mesh}", fix="one mesh")
+
+    def simulated(*args: Any, **kwargs: Any) -> Any:
+        names, named = list(kwargs), fn.named(args, kwargs)
+        specs = fn.in_specs(named)
+        positional = [specs[name] for name in list(named)[: len(args)]]
+        order = (*positional, *(specs[name] for name in names))
+
+        def body(*values: Any, mesh: Mesh) -> Any:
+            return fn(*values[: len(args)], mesh=mesh, **dict(zip(names, values[len(args) :], strict=True)))
+
+        known = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"}
+        return simulate(body, mesh, order, fn.out_specs, **options, **known)(*args, *kwargs.values())
 
     return simulated
 

@@ -1,0 +1,167 @@
+"""Packed documents: their boundaries, and which keys the queries of a shard can see.
+
+Everything here is of whole numbers: boundaries are global and the same on every rank, so each rank works out what every
+other one needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shards
+from .errors import SpecError
+from .mesh import Axes, Mesh, coordinates
+from .shards import Ranges
+from .spec import Spec, parse
+
+__all__ = ["Sight", "boundaries", "document_ids", "needed", "pairs", "positions_of", "positions_within"]
+
+Boundaries = tuple[int, ...]
+# What a query sees: whether only keys at its position and before, and how many tokens back.
+Sight = tuple[bool, int | None]
+
+
+def boundaries(cu_seqlens: Any, tokens: int) -> Boundaries:
+    """`[0, 3, 10]`, as a tensor or a sequence -> `(0, 3, 10)`. Raises `ValueError` unless documents cover the tokens.
+
+    A boundary may stand several times, as where `cu_seqlens` is padded to a fixed length: such documents are empty.
+    """
+    if isinstance(cu_seqlens, (tuple, list)) and len(cu_seqlens) == 2 and not isinstance(cu_seqlens[0], int):
+        queries, keys = (boundaries(of_side, tokens) for of_side in cu_seqlens)
+        if queries != keys:
+            raise ValueError(
+                f"cu_seqlens differ between queries and keys: {_some(queries)} and {_some(keys)}\n"
+                "    fix: one cu_seqlens; documents attend to themselves"
+            )
+        return queries
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+            dtype = str(cu_seqlens.dtype).removeprefix("torch.")
+            raise ValueError(f"cu_seqlens: one dimension of whole numbers is needed, not {dtype} {_shape(cu_seqlens)}")
+        cu_seqlens = cu_seqlens.tolist()
+    try:
+        found = tuple(shards.whole("cu_seqlens", n) for n in cu_seqlens)
+    except (TypeError, SpecError):
+        raise ValueError(f"cu_seqlens={cu_seqlens!r}: whole numbers are needed, such as [0, 3, 10]") from None
+    if len(found) < 2 or found[0] != 0:
+        raise ValueError(f"cu_seqlens={_some(found)}: it starts with 0 and ends with S={tokens}")
+    back = next((i for i in range(1, len(found)) if found[i] < found[i - 1]), None)
+    if back is not None:
+        raise ValueError(f"cu_seqlens={_some(found)}: {found[back]} comes after {found[back - 1]}; it must ascend")
+    if found[-1] != tokens:
+        more = f"append {tokens}: padding is then a document of its own" if found[-1] < tokens else f"end with {tokens}"
+        raise ValueError(
+            f"cu_seqlens={_some(found)} ends with {found[-1]}, but there are S={tokens} tokens\n    fix: {more}"
+        )
+    return found
+
+
+def _some(found: Boundaries) -> str:
+    return str(list(found)) if len(found) <= 8 else f"[{', '.join(map(str, found[:4]))}, ..., {found[-1]}]"
+
+
+def _shape(x: Tensor) -> str:
+    return "x".join(map(str, x.shape)) or "a scalar"
+
+
+def needed(queries: Ranges, cu: Boundaries, sight: Sight) -> Ranges:
+    """The keys that some query in these ranges may see, ascending."""
+    causal, window = sight
+    found: list[tuple[int, int]] = []
+    for a, b in queries:
+        for start, stop in itertools.pairwise(cu):
+            first, last = max(a, start), min(b, stop)
+            if first >= last:
+                continue
+            low = start if window is None else max(start, first - window + 1)
+            high = last if causal else stop if window is None else min(stop, last + window - 1)
+            found.append((low, high))
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(found):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
+def pairs(queries: Ranges, cu: Boundaries, sight: Sight) -> int:
+    """How many pairs of a query in these ranges and a key that it sees there are."""
+    causal, window = sight
+    count = 0
+    for a, b in queries:
+        for start, stop in itertools.pairwise(cu):
+            first, last = max(a, start), min(b, stop)
+            if first < last:
+                back = _sum(first - start, last - start, window)  # keys at a query's position and before
+                ahead = 0 if causal else _sum(stop - last, stop - first, window) - (last - first)
+                count += back + ahead
+    return count
+
+
+def _sum(first: int, last: int, window: int | None) -> int:
+    """The sum of min(i + 1, window) over i in first .. last - 1."""
+    if window is None or last <= window:
+        return (last * (last + 1) - first * (first + 1)) // 2
+    middle = max(first, min(last, window))
+    return _sum(first, middle, None) + (last - middle) * window
+
+
+def of_group(
+    text: str, axes: Axes, ranks: tuple[int, ...], size: int, cu: Boundaries, sight: Sight
+) -> tuple[Ranges, ...]:
+    """For each of these ranks the keys that its queries need. text: the spec of the queries."""
+    return _of_group(text, axes, ranks, size, cu, sight)
+
+
+of_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(1024)
+def _of_group(
+    text: str, axes: Axes, ranks: tuple[int, ...], size: int, cu: Boundaries, sight: Sight
+) -> tuple[Ranges, ...]:
+    atom = next(atom for atom in parse(text).atoms if atom.name == "S")
+    return tuple(needed(shards.held(atom, {"S": size}, axes, coordinates(axes, r)), cu, sight) for r in ranks)
+
+
+def positions_within(cu: Boundaries, device: Any = None) -> Tensor:
+    """`1 S`: the position of each token in its document."""
+    pieces = [torch.arange(b - a, device=device) for a, b in itertools.pairwise(cu) if b > a]
+    return torch.cat(pieces or [torch.arange(0, device=device)])[None]
+
+
+def document_ids(cu: Boundaries, device: Any = None) -> Tensor:
+    """`1 S`: which document each token belongs to."""
+    pieces = [torch.full((b - a,), i, device=device) for i, (a, b) in enumerate(itertools.pairwise(cu)) if b > a]
+    return torch.cat(pieces or [torch.arange(0, device=device)])[None]
+
+
+def positions_of(
+    spec: str | Spec, mesh: Mesh, rank: int | None = None, *, cu_seqlens: Any = None, device: Any = None, **sizes: int
+) -> Tensor:
+    """The positions of the tokens that a rank holds, `1 S/...`, in the order in which it holds them.
+
+    spec: of a tensor with a dimension `S`, `"B S/g:zigzag/u D"`. rank: the mesh's own unless given. cu_seqlens: `N+1`,
+    the boundaries of packed documents, in each of which positions begin with 0. sizes: S, which cu_seqlens also gives.
+    `rope_tables(positions_of(...), ...)` are the rotary tables of that shard.
+    """
+    spec = parse(spec)
+    at = mesh.rank if rank is None else rank
+    if "S" not in sizes and cu_seqlens is not None:
+        sizes = {**sizes, "S": int(cu_seqlens[-1])}
+    atom = next((atom for atom in spec.atoms if atom.name == "S"), None)
+    if atom is None:
+        raise SpecError("positions are those of a dimension S, and this spec has none", spec.text or str(spec))
+    sizes = shards.complete(sizes, spec.text)
+    shards.size(spec, atom, "S", sizes, mesh.axes)
+    shards.check(Spec(((atom,),), (), spec.text, spec.start), sizes, mesh.axes)
+    cu = boundaries(cu_seqlens if cu_seqlens is not None else (0, sizes["S"]), sizes["S"])
+    held: Sequence[tuple[int, int]] = shards.held(atom, sizes, mesh.axes, mesh.coordinates(at))
+    return shards.select(positions_within(cu, device), 1, tuple(held))

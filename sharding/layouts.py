@@ -1,0 +1,256 @@
+"""Layouts: for each edge of a layer, how it lies on the mesh and where it moves.
+
+A layout is data: edge name -> specs, one after the other, each step one reshard. It knows no layer, only the names of
+edges (`functional.edges`); `shard` joins the two. Keys and values have as many tokens as queries (T = S).
+
+    ulysses     tokens become heads and back (Jacobs et al. 2023, arXiv:2309.14509)
+    all_gather  queries stay, keys and values are gathered (as in Llama 3, Grattafiori et al. 2024, arXiv:2407.21783)
+    hybrid      the first around the second (as USP, Fang and Zhao 2024, arXiv:2405.07719, with a gather inside)
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from .errors import SpecError, nearest
+from .show import columns
+from .spec import Atom, Spec, parse, parse_pair
+from .steps import steps
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
+    from .plan import Plan
+
+__all__ = ["Layout", "all_gather", "compose", "hybrid", "ulysses"]
+
+# Edge -> its specs, as text: constants, which trace.
+Edges = tuple[tuple[str, tuple[str, ...]], ...]
+Exchange = Literal["all", "needed"]
+
+# Edges that leave a layer: where layouts are composed, the inner one moves them first.
+OUTBOUND = ("o", "out", "h", "logits", "loss")
+
+
+@dataclass(frozen=True, repr=False)
+class Layout:
+    """Where the edges of a layer lie and move: `Layout("mine", {"q": "B S/u (K G) E -> B S (K/u G) E", ...})`.
+
+    edges: name -> specs joined by `->`, each step one reshard; one spec alone stays as it is. The first is how the
+    argument of that name comes in, the last how the stage behind it sees it. What is whole in the first spec of
+    `q_positions`, `k_positions`, `q_segment_ids`, `k_segment_ids` and `mask` is cut, not moved: every rank has all of
+    it. Key tokens are `T` there.
+    overlap: what a layer sends early is launched at once. exchange: "all" gathers every key; "needed" sends those that
+    some query of the receiver may see (by causality, window and documents). Either way only these are attended to.
+    """
+
+    name: str
+    edges: Mapping[str, str] | Edges
+    overlap: bool = False
+    exchange: Exchange = "all"
+    chains: Edges = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.exchange not in ("all", "needed"):
+            raise ValueError(f'{self.name}: exchange={self.exchange!r}; it is "all" or "needed"')
+        given = self.edges.items() if isinstance(self.edges, Mapping) else self.edges
+        found = tuple((name, _chain(specs)) for name, specs in given)
+        object.__setattr__(self, "edges", found)
+        object.__setattr__(self, "chains", found)
+
+    def __getitem__(self, edge: str) -> tuple[str, ...]:
+        """The specs of an edge."""
+        found = dict(self.chains)
+        if edge not in found:
+            guess = nearest(edge, found)
+            raise KeyError(f'{self.name} has no edge "{edge}"' + (f'\n    did you mean "{guess}"?' if guess else ""))
+        return found[edge]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every mesh axis that it names."""
+        return tuple(dict.fromkeys(a for _, chain in self.chains for text in chain for a in parse(text).axes))
+
+    def split(self, letter: str) -> tuple[str, ...]:
+        """The axes that split a letter where arguments come in: so do parameters lie."""
+        atoms = [a for _, chain in self.chains for a in parse(chain[0]).atoms if a.name == letter]
+        return max((atom.axes for atom in atoms), key=len, default=())
+
+    def plan(self, mesh: Mesh, **sizes: Any) -> Plan:
+        """What attention in this layout will send, compute and keep: see `sharding.plan`."""
+        from .plan import plan
+
+        return plan(self, mesh, **sizes)
+
+    def __str__(self) -> str:
+        rows, quiet = [], []
+        for name, chain in self.chains:
+            specs = [parse(text) for text in chain]
+            if len(specs) == 1 and name not in ("q", "k", "v", "o", "x"):
+                quiet.append(name)
+                continue
+            rows.append((f"  {name}", " -> ".join(chain), _note(name, specs)))
+        more = textwrap.wrap(f"{', '.join(quiet)}: stay as they come", 100) if quiet else []
+        return "\n".join([self.name, *columns(rows, [False] * 3), *(f"  {line}" for line in more)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _chain(specs: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Specs as they are written in canonical form, each of the same dimensions as the first."""
+    texts = specs.split("->") if isinstance(specs, str) else specs
+    found = [parse(text.strip()) for text in texts]
+    for a, b in itertools.pairwise(found):
+        steps(*parse_pair(f"{a} -> {b}"))  # raises where no steps lead from one to the next
+    return tuple(str(spec) for spec, _ in itertools.groupby(found))
+
+
+_WHOLE = ("q_positions", "k_positions", "q_segment_ids", "k_segment_ids", "mask")
+
+
+def _note(name: str, specs: list[Spec]) -> str:
+    """What happens to an edge."""
+    if len(specs) == 1:
+        return "stays"
+    if name in _WHOLE:
+        return "whole on every rank, then a slice"
+    found = [step for a, b in itertools.pairwise(specs) for step in steps(a, b)]
+    return ", then ".join("a slice" if s.kind == "slice" else f"{s.kind} over {'/'.join(s.axes)}" for s in found)
+
+
+def ulysses(
+    axis: str = "u", /, *, tp: str | None = None, dp: str | None = None, zigzag: bool = False, dims: str = "B S H E",
+    overlap: bool = False,
+) -> Layout:  # fmt: skip
+    """Tokens become heads: one all-to-all carries queries, keys and values in, one carries the output back.
+
+    axis: splits the tokens; query heads follow their key/value head, and where there are fewer of those than ranks,
+    query heads are dealt out and each rank receives the key/value heads that they need.
+    tp: an axis that already splits the heads. dp: one that splits the batch. zigzag: tokens come in head-tail order.
+    dims: the order in which q, k, v and o have their dimensions, "B S H E" or "S B H E". overlap: see `Layout`.
+    """
+    name = f'ulysses("{axis}"' + _options(tp=tp, dp=dp, zigzag=zigzag, dims=dims, overlap=overlap)
+    return Layout(name, _edges(dims, dp, (axis,), zigzag, {"u": axis}, tp), overlap)
+
+
+def all_gather(
+    axis: str = "g", /, *, tp: str | None = None, dp: str | None = None, zigzag: bool = False, dims: str = "B S H E",
+    overlap: bool = False, exchange: Exchange = "all",
+) -> Layout:  # fmt: skip
+    """Queries stay, keys and values are gathered over an axis. Arguments as those of `ulysses`; exchange: see `Layout`.
+
+    With a causal mask the last rank does most of the work; zigzag evens it out.
+    """
+    name = f'all_gather("{axis}"' + _options(
+        tp=tp, dp=dp, zigzag=zigzag, dims=dims, overlap=overlap, exchange=exchange
+    )  # fmt: skip
+    return Layout(name, _edges(dims, dp, (axis,), zigzag, {"g": axis}, tp), overlap, exchange)
+
+
+def hybrid(
+    *, ulysses: str = "u", gather: str = "g", tp: str | None = None, dp: str | None = None, zigzag: bool = False,
+    dims: str = "B S H E", overlap: bool = False, exchange: Exchange = "all",
+) -> Layout:  # fmt: skip
+    """Ulysses around a gather: tokens `S/g/u`, heads over one axis, keys and values gathered over the other.
+
+    More ranks than heads take part. Arguments as those of `ulysses` and `all_gather`.
+    """
+    if ulysses == gather:
+        raise ValueError(f'hybrid(ulysses="{ulysses}", gather="{gather}"): two axes are needed')
+    name = f'hybrid(ulysses="{ulysses}", gather="{gather}"' + _options(
+        tp=tp, dp=dp, zigzag=zigzag, dims=dims, overlap=overlap, exchange=exchange
+    )  # fmt: skip
+    outer = Layout("ulysses", _edges(dims, dp, (ulysses,), False, {"u": ulysses}, tp))
+    inner = Layout("all_gather", _edges(dims, dp, (gather,), zigzag, {"g": gather}, tp), exchange=exchange)
+    return replace(compose(outer, inner), name=name, overlap=overlap)
+
+
+def _options(**given: Any) -> str:
+    plain = {"tp": None, "dp": None, "zigzag": False, "dims": "B S H E", "overlap": False, "exchange": "all"}
+    words = [f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in given.items() if v != plain[k]]
+    return "".join(f", {word}" for word in words) + ")"
+
+
+def _edges(
+    dims: str, dp: str | None, tokens: tuple[str, ...], zigzag: bool, role: Mapping[str, str], tp: str | None
+) -> dict[str, str]:
+    """Every edge of attention and of the layers around it. role: what the axis of the tokens does."""
+    if dims not in ("B S H E", "S B H E"):
+        raise ValueError(f'dims="{dims}": "B S H E" or "S B H E", the order of q, k, v and o')
+    u, g = role.get("u"), role.get("g")
+    axes = "".join(f"/{axis}" + ":zigzag" * (zigzag and i == 0) for i, axis in enumerate(tokens))
+    batch, S, heads = "B" + f"/{dp}" * bool(dp), "S" + axes, "K" + f"/{tp}" * bool(tp)
+    after = f"/{u}" * bool(u)
+
+    def order(tokens: str, rest: str) -> str:
+        return f"{batch} {tokens} {rest}" if dims == "B S H E" else f"{tokens} {batch} {rest}"
+
+    q_seen = S if g else "S"
+    attention = {
+        "x": order(S, "D"),
+        "q": f"{order(S, f'({heads} G) E')} -> {order(q_seen, f'({heads}{after} G) E')}",
+        "k": f"{order(S, f'{heads} E')} -> {order('S', f'{heads}{after} E')}",
+        "v": f"{order(S, f'{heads} V')} -> {order('S', f'{heads}{after} V')}",
+        "q_positions": f"{batch} S -> {batch} {q_seen}",
+        "k_positions": f"{batch} T",
+        "q_segment_ids": f"{batch} S -> {batch} {q_seen}",
+        "k_segment_ids": f"{batch} T",
+        "mask": f"{batch} (K G) S T -> {batch} ({heads}{after} G) {q_seen} T",
+        "sinks": f"({heads} G) -> ({heads}{after} G)",
+        "o": f"{order(q_seen, f'({heads}{after} G) V')} -> {order(S, f'({heads} G) V')}",
+        "out": f"{order(S, 'D')} +{tp} -> {order(S, 'D')}" if tp else order(S, "D"),
+    }
+    pending = "+".join(axis for axis in (*tokens, dp) if axis)
+    around = {
+        "h": order(S, f"F/{tp}" if tp else "F"),
+        "embedded": order(S, "D"),
+        "logits": order(S, "Z"),
+        **dict.fromkeys(("tokens", "targets", "weights"), f"{batch} {S}"),
+        "rope": f"{batch} {S} R",
+        "rope_positions": f"M {batch} {S}",
+        "loss": f"+{pending}",
+    }
+    return attention | around
+
+
+def compose(outer: Layout, inner: Layout) -> Layout:
+    """One layout around another: what the outer one hands over is what the inner one takes."""
+    a, b = dict(outer.chains), dict(inner.chains)
+    if set(a) != set(b):
+        more = ", ".join(sorted(set(a) ^ set(b)))
+        raise SpecError(f"{outer.name} around {inner.name}: only one of them has {more}")
+    found = {}
+    for name in a:
+        first, last = [parse(text) for text in a[name]], [parse(text) for text in b[name]]
+        if name in OUTBOUND:
+            chain = [_merged(first[0], spec) for spec in last] + [_merged(spec, last[-1]) for spec in first[1:]]
+        else:
+            chain = [_merged(spec, last[0]) for spec in first] + [_merged(first[-1], spec) for spec in last[1:]]
+        found[name] = tuple(map(str, chain))
+    exchange = "needed" if "needed" in (outer.exchange, inner.exchange) else "all"
+    name = f"{outer.name} around {inner.name}"
+    edges = tuple((edge, chain) for edge, chain in found.items())
+    return Layout(name, edges, outer.overlap or inner.overlap, cast(Exchange, exchange))
+
+
+def _merged(outer: Spec, inner: Spec) -> Spec:
+    """Each letter split by the inner layout's axes, then by the outer's."""
+    by_name = {atom.name: atom for atom in inner.atoms}
+    if [a.name for a in outer.atoms] != [a.name for a in inner.atoms]:
+        raise SpecError(f'"{outer}" around "{inner}": their dimensions differ')
+
+    def both(atom: Atom) -> Atom:
+        within = by_name[atom.name]
+        shared = [axis for axis in within.axes if axis in atom.axes]
+        # An axis that both name (tp) already splits the letter before either begins.
+        axes = (*shared, *(x for x in (*within.axes, *atom.axes) if x not in shared))
+        if atom.zigzag and axes[0] != atom.axes[0]:
+            raise SpecError(f'"{atom}" within "{within}": head-tail order is the inner layout\'s to say')
+        return replace(atom, axes=axes, zigzag=within.zigzag or atom.zigzag)
+
+    dims = tuple(tuple(both(atom) for atom in dim) for dim in outer.dims)
+    return Spec(dims, tuple(sorted({*outer.partial, *inner.partial})))

@@ -1,0 +1,238 @@
+"""A layout joined to a mesh and to the heads of a layer: which specs hold there, and what cannot be.
+
+All of it is plain Python from whole numbers, the same on every rank, and raises before anything moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from . import shards
+from .errors import SpecError
+from .mesh import Axes, check_axes, coordinates, size_of, text_of
+from .shards import Ranges
+from .spec import Spec, parse
+
+__all__ = ["LocalHeads", "check", "cut", "gathered", "heads", "letters", "place", "resolve", "tokens"]
+
+Edges = tuple[tuple[str, tuple[str, ...]], ...]
+Sizes = tuple[tuple[str, int], ...]
+
+# Axes that split tokens, by the meaning that every mesh gives them.
+_TOKENS = ("g", "u", "cp")
+
+
+class LocalHeads(NamedTuple):
+    """offset, local: of the query heads. kv_index: the local key/value head of each, None where grouping says it."""
+
+    offset: int
+    local: int
+    kv_index: tuple[int, ...] | None
+
+
+def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) -> Edges:
+    """The specs of every edge on a mesh, for a layer of (H, K) heads.
+
+    Where there are fewer key/value heads than ranks among which they are dealt, query heads are dealt out instead, and
+    each rank holds the key/value heads that they need. Raises `SpecError` where tokens are split over an axis that
+    nothing uses, where keys stay split, or where there are fewer query heads than ranks.
+    """
+    return _resolve(name, edges, axes, heads)
+
+
+def heads(text: str, axes: Axes, rank: int, sizes: Sizes) -> LocalHeads:
+    """Which heads a rank computes. text: the spec of its queries."""
+    return _heads(text, axes, rank, sizes)
+
+
+@functools.lru_cache(256)
+def _resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) -> Edges:
+    found = {edge: [parse(text) for text in chain] for edge, chain in edges}
+    for chain in found.values():
+        for spec in chain:
+            check_axes(axes, spec)
+    check(name, found, axes)
+    if heads is not None and "q" in found and _dealt(name, found["q"], axes, heads):
+        found = {edge: [_by_query_head(spec) for spec in chain] for edge, chain in found.items()}
+    return tuple((edge, tuple(map(str, chain))) for edge, chain in found.items())
+
+
+def check(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
+    """Raise `SpecError` for a layout that leaves a rank without keys that its queries may see."""
+    used = {axis for chain in edges.values() for spec in chain for axis in spec.axes}
+    for axis, size in axes:
+        if size > 1 and axis in _TOKENS and axis not in used:
+            here = [a for a in _TOKENS if a in used and size_of(axes, a) > 1]
+            fix = f"Mesh without {axis}, or " + (
+                f'hybrid(ulysses="{here[0]}", gather="{axis}")' if here == ["u"] and axis != "u" else
+                f'hybrid(ulysses="{axis}", gather="{here[0]}")' if here and axis == "u" else
+                f"a layout that names {axis}"
+            )  # fmt: skip
+            raise SpecError(
+                f"{name} does not use {axis}={size}, over which tokens are split: each part would attend to itself "
+                "alone",
+                mesh=text_of(axes), fix=fix,
+            )  # fmt: skip
+    for edge in ("k", "v"):
+        for spec in edges.get(edge, [])[-1:]:
+            left = [axis for atom in spec.atoms if atom.name in "ST" for axis in atom.axes if size_of(axes, axis) > 1]
+            if left:
+                raise SpecError(
+                    f"{name}: {edge} stays split over {', '.join(left)}, so a query would see only some of its keys",
+                    str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
+                    fix=f"one more spec for {edge}, in which S is whole",
+                )  # fmt: skip
+
+
+def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -> bool:
+    """Whether query heads are dealt out one by one, there being fewer key/value heads than ranks."""
+    count, groups = heads
+    before, after = (_axes_of_heads(spec) for spec in (queries[0], queries[-1]))
+    outer, all_of_it = (math.prod(size_of(axes, axis) for axis in some) for some in (before, after))
+    ranks = all_of_it // outer
+    if groups < outer:
+        raise SpecError(
+            f"{name}: K={groups} key/value heads over {'/'.join(before)}={outer}, which splits them before",
+            str(queries[0]), mesh=text_of(axes, queries[0]),
+            fix=f"{before[0]}={math.gcd(groups, outer)}, so that every rank has one",
+        )  # fmt: skip
+    if groups // outer >= ranks:
+        return False
+    local = count // groups * (groups // outer)
+    per = f" ({count} over {'/'.join(before)}={outer})" if outer > 1 else ""
+    if local < ranks:
+        raise SpecError(
+            f"{name}: H={local} query heads{per} are fewer than {'/'.join(after[len(before) :])}={ranks} ranks",
+            str(queries[-1]), mesh=text_of(axes, queries[-1]), fix=_fitting(axes, after[len(before) :], local, ranks),
+        )  # fmt: skip
+    if groups % outer:
+        raise SpecError(
+            f"{name}: K={groups} key/value heads lie unevenly over {'/'.join(before)}={outer}, and "
+            f"{groups // outer} of them cannot be dealt to {ranks} ranks more",
+            str(queries[-1]), mesh=text_of(axes, queries[-1]),
+            fix=f"{before[0]}={math.gcd(groups, outer)}, which divides K, or {after[-1]}={groups // outer}",
+        )  # fmt: skip
+    return True
+
+
+def _fitting(axes: Axes, over: tuple[str, ...], local: int, ranks: int) -> str:
+    """The hybrid that uses as many ranks, with no more of them over heads than there are."""
+    fits = max(n for n in range(1, local + 1) if ranks % n == 0) if local else 0
+    if not fits:
+        return "a layer with at least one query head"
+    axis = over[-1]
+    gather = next((a for a in ("g", "cp") if a != axis and size_of(axes, a) > 1), "g")
+    sizes = {name: size for name, size in axes if name not in (*over, gather)}
+    sizes |= {gather: size_of(axes, gather) * (ranks // fits), axis: fits}
+    mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    return f'Mesh({mesh}) with hybrid(ulysses="{axis}", gather="{gather}")'
+
+
+def _axes_of_heads(spec: Spec) -> tuple[str, ...]:
+    return next((atom.axes for atom in spec.atoms if atom.name in ("K", "H")), ())
+
+
+def _by_query_head(spec: Spec) -> Spec:
+    """`(K/u G)` as `H/u`, and `K/u` as `K@H/u`."""
+    dims = []
+    for dim in spec.dims:
+        names = [atom.name for atom in dim]
+        if names == ["K", "G"]:
+            dims.append((replace(dim[0], name="H"),))
+        elif names == ["K"] and dim[0].axes:
+            dims.append((replace(dim[0], need="H"),))
+        else:
+            dims.append(dim)
+    return Spec(tuple(dims), spec.partial)
+
+
+@functools.lru_cache(1024)
+def _heads(text: str, axes: Axes, rank: int, sizes: Sizes) -> LocalHeads:
+    spec, known, at = parse(text), shards.complete(dict(sizes)), coordinates(axes, rank)
+    atom = next(atom for atom in spec.atoms if atom.name in ("K", "H"))
+    ((a, b),) = shards.held(atom, known, axes, at) or ((0, 0),)
+    each = known["G"]
+    if atom.name == "K":
+        return LocalHeads(a * each, (b - a) * each, None)
+    first = a // each
+    index = tuple(h // each - first for h in range(a, b))
+    grouped = [h for h, n in enumerate(_runs(index)) for _ in range(n)]
+    plain = len(set(_runs(index))) <= 1 and grouped == list(index)
+    return LocalHeads(a, b - a, None if plain else index)
+
+
+def _runs(index: tuple[int, ...]) -> list[int]:
+    return [len(list(group)) for _, group in itertools.groupby(index)]
+
+
+def letters(chain: tuple[str, ...]) -> tuple[str, ...]:
+    """Every letter of an edge, and what its heads need."""
+    return _letters(chain)
+
+
+def gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which an edge's tokens are gathered; none where they are not."""
+    return _gathered(chain)
+
+
+def place(text: str, letter: str) -> int:
+    """Which dimension of a spec a letter is."""
+    return _place(text, letter)
+
+
+def tokens(text: str) -> str:
+    """The spec of the tokens alone, of one with other dimensions."""
+    atom = next(atom for atom in parse(text).atoms if atom.name == "S")
+    return str(atom)
+
+
+def cut(text: str, axes: Axes, rank: int, sizes: Sizes) -> tuple[tuple[int, str, int, Ranges], ...]:
+    """What a rank takes of something whole: for each dimension that is split, its index, letter, size and ranges."""
+    return _cut(text, axes, rank, sizes)
+
+
+# Dynamo calls these with the constants that it has: see `moves`.
+for _traced in (resolve, heads, letters, gathered, place, tokens, cut):
+    _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(1024)
+def _letters(chain: tuple[str, ...]) -> tuple[str, ...]:
+    found = {atom.name for text in chain for atom in parse(text).atoms}
+    return tuple(sorted(found | ({"H", "K", "G"} if found & {"H", "K", "G"} else set())))
+
+
+@functools.lru_cache(1024)
+def _gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
+    for a, b in itertools.pairwise(map(parse, chain)):
+        before, after = (next((atom.axes for atom in s.atoms if atom.name == "S"), ()) for s in (a, b))
+        lost = tuple(axis for axis in before if axis not in after and axis not in b.axes)
+        if lost:
+            return lost
+    return ()
+
+
+@functools.lru_cache(1024)
+def _place(text: str, letter: str) -> int:
+    return next(i for i, dim in enumerate(parse(text).dims) if any(atom.name == letter for atom in dim))
+
+
+@functools.lru_cache(1024)
+def _cut(text: str, axes: Axes, rank: int, sizes: Sizes) -> tuple[tuple[int, str, int, Ranges], ...]:
+    at, known = coordinates(axes, rank), {**shards.complete(dict(sizes))}
+    known["T"] = known.get("S", 0)
+    found = []
+    for i, dim in enumerate(parse(text).dims):
+        letter = dim[0].name
+        if letter == "B" or not (letter == "T" or any(atom.axes for atom in dim)):
+            continue
+        parts = [shards.held(atom, known, axes, at) if atom.axes else None for atom in dim]
+        pieces = shards.pieces(dim, [None if p is None else (p, p) for p in parts], known)
+        whole = math.prod(known[atom.name] for atom in dim)
+        found.append((i, letter, whole, tuple((start, start + n) for start, _, n in pieces)))
+    return tuple(found)

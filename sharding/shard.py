@@ -1,0 +1,277 @@
+"""`shard`: a function of global tensors, by a layout, as a function of one rank's shards.
+
+    core = shard(F.dot_product_attention, hybrid(), mesh, S=96, H=9, K=3)
+    layer = shard(F.attention, hybrid(), mesh, S=96)
+
+Activations and parameters come as shards, as the layout's first specs say. Positions, `segment_ids`, `cu_seqlens` and
+masks are small, and every rank gets all of them: nothing has to move for a query to know where it stands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..functional import tree
+from ..functional.wire import edges_of
+from . import cores, rules, shards, whole
+from .errors import SpecError
+from .layouts import Layout, compose
+from .mesh import Mesh
+from .reshard import planned
+from .spec import Spec, parse
+from .steps import COLLECTIVES, steps
+from .wires import LayoutWire
+
+__all__ = ["Sharded", "shard"]
+
+CORE = {"q": "B S (K G) E", "k": "B T K E", "v": "B T K V", "o": "B S (K G) V"}
+
+
+def shard(fn: Callable[..., Any], layout: Layout, mesh: Mesh, /, **sizes: int) -> Sharded:
+    """A layer or a core, as one rank computes it.
+
+    fn: a layer with edges and a `wire` (`functional.attention`, `decoder`, yours), or a core: any function of q, k, v.
+    mesh: this rank's own, or any for `simulate(shard(...), mesh)`. sizes: global; S always, H and K for a core (a
+    layer's config has them; where given, they are compared).
+
+    The result takes what fn takes, as shards: q, k, v, x, tokens as the layout's specs begin, parameters as their own
+    specs say of the axes that split heads and features. Whole on every rank: positions, q_positions and k_positions
+    `B|1 S` (0 .. S-1, or within documents, unless given), segment_ids `B S`, mask (boolean, `S S` or `B|1 H|1 S S`)
+    and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result.
+
+    A core is told what a shard cannot know, as far as it takes it: q_positions, k_positions, segment_ids (both sides),
+    kv_index, head_offset, local_heads; one that takes no kv_index gets its keys and values repeated instead.
+
+    Around a sharded function, layouts are composed: `ulysses` around `all_gather` is `hybrid`.
+
+    Raises `SpecError` for a layout, mesh and sizes that do not go together, here; for arguments that do not fit, before
+    anything moves.
+    """
+    if not isinstance(layout, Layout) or not isinstance(mesh, Mesh):
+        given = f"{type(layout).__name__} and {type(mesh).__name__}"
+        raise TypeError(f"shard(fn, layout, mesh): a Layout and a Mesh are needed, not {given}")
+    if isinstance(fn, Sharded):
+        if fn.mesh.axes != mesh.axes:
+            raise SpecError(f"shard: the function is sharded over {fn.mesh}, and this mesh is {mesh}", fix="one mesh")
+        return Sharded(fn.fn, compose(layout, fn.layout), mesh, {**fn.given, **sizes})
+    if not callable(fn):
+        raise TypeError(f"shard(fn=...): a function is needed, not {type(fn).__name__}")
+    return Sharded(fn, layout, mesh, sizes)
+
+
+class Sharded:
+    """A function of one rank's shards: see `shard`. Call it with the rank's mesh, unless it was made with one."""
+
+    def __init__(self, fn: Callable[..., Any], layout: Layout, mesh: Mesh, sizes: Mapping[str, int]) -> None:
+        self.fn, self.layout, self.mesh, self.given = fn, layout, mesh, dict(sizes)
+        self.sizes = shards.complete(sizes)
+        self.signature = inspect.signature(fn)
+        self.is_layer = "wire" in self.signature.parameters
+        name = getattr(fn, "__name__", type(fn).__name__)
+        self.name = "this core" if name == "<lambda>" else name
+        self.declared = dict(edges_of(fn)) if self.is_layer else dict(getattr(fn, "edges", CORE))
+        self.chains = dict(layout.chains)
+        self._join()
+
+    def _join(self) -> None:
+        """Raise where function, layout, mesh and sizes do not go together."""
+        names = {edge.rsplit(".", 1)[-1] for edge in self.declared}
+        lacking = sorted(names - set(self.chains))
+        if lacking:
+            raise SpecError(
+                f"{self.layout.name} has no rule for {', '.join(lacking)}, which {self.name} passes",
+                fix=f'Layout("...", {{..., "{lacking[0]}": "its spec"}})',
+            )
+        unused = sorted(edge for edge, chain in self.chains.items() if edge not in names and _exchanges(chain))
+        if unused:
+            raise SpecError(f"{self.layout.name} moves {', '.join(unused)}, which {self.name} does not pass")
+        missing = [letter for letter in (("S",) if self.is_layer else ("S", "H", "K")) if letter not in self.sizes]
+        if missing:
+            raise SpecError(
+                f"shard({self.name}, ...): no size for {' and '.join(missing)}", known=shards.known(self.given),
+                mesh=str(self.mesh), fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
+            )  # fmt: skip
+        heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
+        found = rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads)
+        for _, chain in found:
+            for text in chain:
+                atoms = tuple(a for a in parse(text).atoms if a.name in self.sizes)
+                shards.check(Spec((atoms,), (), text), self.sizes, self.mesh.axes)
+        if not self.is_layer:
+            cores.check(self.fn, self.name, self.layout.name, dict(found)["q"][-1], self.mesh.axes)
+
+    def plan(self, **sizes: Any) -> Any:
+        """`Layout.plan` with the sizes that are known here."""
+        return self.layout.plan(self.mesh, **{**self.given, **sizes})
+
+    def __repr__(self) -> str:
+        return f"shard({self.name}, {self.layout.name}, {self.mesh!r}, {shards.known(self.given)})"
+
+    def __call__(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> Any:
+        at = self.mesh if mesh is None else mesh
+        if not at.bound:
+            raise ValueError(
+                f"{self!r} is one rank's function, and its mesh is no rank's own\n"
+                "    fix: simulate(...)(global tensors), or shard(..., ProcessGroup(device_mesh).mesh, ...)"
+            )
+        return self._layer(at, args, kwargs) if self.is_layer else self._core(at, *args, **kwargs)
+
+    def _core(self, at: Mesh, q: Tensor, k: Tensor, v: Tensor, /, **given: Any) -> Tensor:
+        for name in ("kv_index", "head_offset", "local_heads"):
+            if given.get(name) is not None:
+                raise ValueError(f"{self.name}({name}=...) under a layout, which says it itself\n    fix: without it")
+        known = whole.take(given, self.layout, self.sizes["S"], self._rows({"q": q}), q.device)
+        causal, window = (self._option(given, name) for name in ("causal", "window"))
+        wire = LayoutWire.of(
+            self.layout, at, self.sizes, whole=known.edges, cu=known.cu, ordered=known.ordered, device=q.device
+        ).layer(H=self.sizes["H"], K=self.sizes["K"], causal=bool(causal), window=window)
+        sinks = given.pop("sinks", None)
+        self._check(at, {"q": q, "k": k, "v": v, "sinks": sinks}, wire.edges)
+        sent = wire.send(k=k, v=v, k_positions=None, k_segment_ids=None)
+        q, q_positions, q_ids, mask, sinks, k, v, k_positions, k_ids = wire.receive(
+            sent, q=q, q_positions=None, q_segment_ids=None, mask=None, sinks=sinks
+        )
+        told = {"segment_ids": None if q_ids is None else (q_ids, k_ids), "mask": mask, "sinks": sinks}
+        if causal or window is not None or known.given or not cores.knows_causality(self.fn):
+            told |= {"q_positions": q_positions, "k_positions": k_positions}
+        heads = wire.heads()
+        told |= {"kv_index": heads.kv_index, "head_offset": heads.offset, "local_heads": heads.local}
+        told = {name: value for name, value in told.items() if value is not None}
+        return wire.pass_(o=cores.call(self.fn, q, k, v, given, told))
+
+    def _layer(self, at: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound, given = self._bound(args, kwargs)
+        named = bound.arguments
+        for name, why in (("wire", "the layout is the wire"), ("cache", "a cache is not split over ranks")):
+            if given.get(name) is not None:
+                raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
+        self._check(at, given, dict(rules.resolve(self.layout.name, self.layout.chains, at.axes, None)))
+        device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
+        known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
+        wire = LayoutWire.of(
+            self.layout, at, self.sizes, whole=known.edges, cu=known.cu, ordered=known.ordered, device=device
+        )
+        local: dict[str, Any] = {"positions": wire.mine(known.positions), "wire": wire}
+        if known.edges["q_segment_ids"] is not None:
+            local["segment_ids"] = wire.mine(known.edges["q_segment_ids"])
+        if "core" in given:
+            cores.check(given["core"], "core", self.layout.name, wire.edges["q"][-1], at.axes)
+            local["core"] = cores.fitted(given["core"])
+        for name in whole.NAMES:
+            named.pop(name, None)
+        takes = self.signature.parameters
+        extra = self._extra()
+        for name, x in local.items():
+            if name in takes:
+                named[name] = x
+            elif extra:
+                named[extra] = {**named.get(extra, {}), name: x}
+        return self.fn(*bound.args, **bound.kwargs)
+
+    def _extra(self) -> str | None:
+        """The name of `**given`, if there is one."""
+        return next((p.name for p in self.signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[inspect.BoundArguments, dict[str, Any]]:
+        """What fn is to be called with, and all that was given, by name: also what the layout alone understands."""
+        extra = self._extra()
+        ours = {n: x for n, x in kwargs.items() if n in whole.NAMES and n not in self.signature.parameters}
+        bound = self.signature.bind_partial(*args, **{n: x for n, x in kwargs.items() if n not in ours})
+        named = {n: x for n, x in bound.arguments.items() if n != extra}
+        return bound, {**named, **(bound.arguments.get(extra, {}) if extra else {}), **ours}
+
+    def _option(self, given: Mapping[str, Any], name: str) -> Any:
+        """An argument of the core, or its default."""
+        if name in given or name not in self.signature.parameters:
+            return given.get(name)
+        return self.signature.parameters[name].default
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name. A core's first three are q, k, v, whatever it calls them."""
+        if not self.is_layer:
+            if len(args) != 3:
+                raise TypeError(f"{self.name} under a layout: q, k and v come first, {len(args)} given")
+            return {**dict(zip("qkv", args, strict=True)), **kwargs}
+        return self._bound(args, kwargs)[1]
+
+    def _rows(self, named: Mapping[str, Any]) -> int:
+        """How many rows of the batch this rank has."""
+        for name, x in named.items():
+            if isinstance(x, Tensor) and name in self.chains:
+                spec = parse(self.chains[name][0])
+                at = next((i for i, dim in enumerate(spec.dims) if dim[0].name == "B"), None)
+                if at is not None and x.dim() == len(spec.dims):
+                    return x.shape[at]
+        raise TypeError(f"{self.name}: no argument whose batch the layout knows")
+
+    def _check(self, at: Mesh, named: Mapping[str, Any], edges: Mapping[str, tuple[str, ...]]) -> None:
+        """Raise `SpecError` unless every argument is this rank's shard."""
+        for name, x in named.items():
+            if name in edges and name not in whole.NAMES and isinstance(x, Tensor):
+                text = edges[name][0]
+                letters = rules.letters((text,))
+                sizes = {letter: n for letter, n in self.sizes.items() if letter in letters}
+                try:
+                    planned(x, f"{text} -> {text}", at, sizes)
+                except SpecError as error:
+                    raise SpecError(f"{self.name}({name}=...): {str(error).removeprefix('x ')}") from None
+
+    # What `simulate` needs.
+
+    def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """How each argument is split, None for what every rank gets whole."""
+        heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
+        edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads))
+        return {name: self._in_spec(name, x, edges) for name, x in named.items()}
+
+    def _in_spec(self, name: str, x: Any, edges: Mapping[str, tuple[str, ...]]) -> Any:
+        if isinstance(x, tree.Tree):
+            return tree.map(self._of_parameter, x.specs())
+        if isinstance(x, (tuple, list)) and name in edges and name not in whole.NAMES:
+            return type(x)(self._in_spec(name, each, edges) for each in x)
+        if not isinstance(x, Tensor):
+            return None
+        rows = next((atom for text in edges.get("x", ()) for atom in parse(text).atoms if atom.name == "B"), None)
+        if name in whole.NAMES:
+            split = rows is not None and rows.axes and x.dim() in (2, 4) and x.shape[0] != 1 and name != "cu_seqlens"
+            return f"{rows} ..." if split and not (name == "mask" and x.dim() == 2) else None
+        if name not in edges:
+            return None
+        spec = parse(edges[name][0])
+        one = {i for i, dim in enumerate(spec.dims) if dim[0].name == "B" and x.dim() > i and x.shape[i] == 1}
+        dims = tuple((replace(d[0], axes=()),) if i in one else d for i, d in enumerate(spec.dims))
+        return str(replace(spec, dims=dims, text="", start=0))
+
+    def _of_parameter(self, text: str) -> str:
+        """A parameter's spec with those axes alone that the layout knows of its letters."""
+        spec = parse(text)
+        dims = tuple(
+            tuple(replace(a, axes=tuple(x for x in a.axes if x in self.layout.split(a.name))) for a in dim)
+            for dim in spec.dims
+        )
+        return str(Spec(dims, spec.partial))
+
+    def out_specs(self, result: Any) -> Any:
+        """How the result is split: as the last edge that the function passes itself."""
+        own = [edge for edge in self.declared if "." not in edge] or list(self.declared)
+        text = self.chains[own[-1].rsplit(".", 1)[-1]][-1]
+
+        def of(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return text
+            return tuple(map(of, x)) if isinstance(x, tuple) else None
+
+        return of(result)
+
+
+def _exchanges(chain: tuple[str, ...]) -> bool:
+    """Whether tokens or heads move on the way; a sum at the end of a layer is no reason to need that layer."""
+    specs = [parse(text) for text in chain]
+    kinds = {step.kind for a, b in itertools.pairwise(specs) for step in steps(a, b)}
+    return bool(kinds & set(COLLECTIVES) - {"all-reduce"})

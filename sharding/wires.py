@@ -1,0 +1,248 @@
+"""The wire of a layout: carries each edge of a layer from one spec to the next.
+
+What is received at once and goes the same way over the same axes is packed into one collective. Without overlap,
+`send` holds and `receive` does all; with overlap `send` launches, and `receive` launches what it can before it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional.wire import Heads
+from . import documents, rules, shards
+from .errors import SpecError
+from .exchange import local
+from .layouts import Layout
+from .mesh import Mesh
+from .moves import Planned
+from .reshard import Flight, call_of, check_transport, exchanged, noted, planned
+from .shards import Ranges
+from .steps import COLLECTIVES
+
+__all__ = ["LayoutWire"]
+
+# Edges that hold what every rank has whole: the wire has it too, and cuts what the next stage needs.
+WHOLE = ("q_positions", "k_positions", "q_segment_ids", "k_segment_ids", "mask")
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutWire:
+    """One rank's end. whole: what every rank has all of, by edge. cu: boundaries of documents. ordered: whether
+    positions ascend with tokens within a document, so that causality says which keys are needed. edges: the specs of
+    each edge, once the heads are known. scope_: the names of the parts around the layer."""
+
+    layout: Layout
+    mesh: Mesh
+    sizes: Mapping[str, int]
+    whole: Mapping[str, Tensor | None] = field(default_factory=dict)
+    cu: tuple[int, ...] | None = None
+    ordered: bool = True
+    edges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sight: documents.Sight = (False, None)
+    device: Any = None
+
+    moves = True
+
+    @staticmethod
+    def of(layout: Layout, mesh: Mesh, sizes: Mapping[str, int], **rest: Any) -> LayoutWire:
+        """The wire before a layer has said what it is."""
+        return LayoutWire(layout, mesh, sizes, edges=dict(_resolved(layout, mesh, None)), **rest)
+
+    def layer(self, *, H: int, K: int, causal: bool, window: int | None) -> LayoutWire:  # noqa: N803
+        """Raises `SpecError` where the layout was made for other heads, or cannot hold these."""
+        for letter, count in (("H", H), ("K", K)):
+            made = self.sizes.get(letter, count)
+            if made != count:
+                raise SpecError(
+                    f"{self.layout.name} was made for {letter}={made}, and this layer has {letter}={count}",
+                    known=shards.known(self.sizes), mesh=str(self.mesh),
+                    fix=f"shard(..., {letter}={count}), or without it where layers differ",
+                )  # fmt: skip
+        sizes = {**self.sizes, "H": H, "K": K, "G": H // K if K else 1}
+        edges = dict(_resolved(self.layout, self.mesh, (H, K)))
+        return replace(self, sizes=sizes, edges=edges, sight=(causal, window))
+
+    def heads(self) -> Heads:
+        sizes = tuple((letter, self.sizes[letter]) for letter in "HKG")
+        found = rules.heads(self.edges["q"][-1], self.mesh.axes, self.mesh.rank, sizes)
+        index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
+        return Heads(found.offset, found.local, index)
+
+    def scope(self, name: str) -> LayoutWire:
+        return self
+
+    def send(self, **named: Tensor | None) -> list[_Edge]:
+        edges = [self._edge(name, x) for name, x in named.items()]
+        if self.layout.overlap and not torch.compiler.is_compiling():
+            for group in self._groups(edges):
+                self._launch(group)
+        return edges
+
+    def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
+        edges = [*(self._edge(name, x) for name, x in named.items()), *(sent or [])]
+        flying = [edge.flight for edge in edges if edge.flight is not None]
+        if self.layout.overlap and not torch.compiler.is_compiling():
+            flying = list(dict.fromkeys(flying))
+            flying += [self._launch(group) for group in self._groups(edges)]
+            while flying:
+                group = self._wait(flying.pop(0))
+                flying += [self._launch(more) for more in self._groups(group)]
+        else:
+            while groups := self._groups(edges):
+                for group in groups:
+                    self._exchange(group)
+        return tuple(self._seen(edge) for edge in edges)
+
+    def pass_(self, **named: Tensor) -> Tensor:
+        ((name, x),) = named.items()
+        edge = self._edge(name, x)
+        while groups := self._groups([edge]):
+            self._exchange(groups[0])
+        found = self._seen(edge)
+        assert found is not None
+        return found
+
+    def mine(self, x: Tensor) -> Tensor:
+        """What of a whole value of a layer's tokens, `B S`, comes in with this rank's shard."""
+        text = next(self.edges[name][0] for name in ("tokens", "x", "q") if name in self.edges)
+        pairs = tuple((letter, n) for letter, n in self.sizes.items() if letter == "S")
+        for _, _, _, ranges in rules.cut(rules.tokens(text), self.mesh.axes, self.mesh.rank, pairs):
+            x = shards.select(x, 1, ranges)
+        return x
+
+    def _edge(self, name: str, x: Tensor | None) -> _Edge:
+        if name not in self.edges:
+            raise SpecError(
+                f'{self.layout.name} has no edge "{name}", which this layer passes', mesh=str(self.mesh),
+                fix=f'Layout(..., {{..., "{name}": "its spec"}})',
+            )  # fmt: skip
+        return _Edge(name, self.whole.get(name) if name in WHOLE else x)
+
+    def _groups(self, edges: Iterable[_Edge]) -> list[list[_Edge]]:
+        """Edges that have somewhere to go, by what can be one collective. Local steps are taken on the way."""
+        found: dict[Any, list[_Edge]] = {}
+        for edge in edges:
+            if edge.x is None or edge.flight is not None or edge.name in WHOLE:
+                continue
+            chain = self.edges[edge.name]
+            while edge.at + 1 < len(chain) and edge.plan is None:
+                edge.pair = f"{chain[edge.at]} -> {chain[edge.at + 1]}"
+                plan = planned(edge.x, edge.pair, self.mesh, self._sizes(chain), self._wanted(edge.name))
+                if plan.move.kind in COLLECTIVES:
+                    edge.plan = plan
+                else:
+                    edge.x = local(edge.x, plan.move)
+                    edge.at += 1
+            if edge.plan is not None:
+                move = edge.plan.move
+                found.setdefault((move.kind, move.axes, edge.x.dtype), []).append(edge)
+        return list(found.values())
+
+    def _sizes(self, chain: tuple[str, ...]) -> dict[str, int]:
+        letters = rules.letters(chain)
+        return {letter: size for letter, size in self.sizes.items() if letter in letters}
+
+    def _exchange(self, group: list[_Edge]) -> None:
+        check_transport(self.mesh)
+        xs, moves, backs = _parts(group)
+        ys = noted(exchanged(xs, moves, backs, _call(group, xs), self.mesh), self.mesh)
+        for edge, y in zip(group, ys, strict=True):
+            edge.arrived(y)
+
+    def _launch(self, group: list[_Edge]) -> _Flying:
+        xs, moves, backs = _parts(group)
+        flight = Flight(moves, backs, _call(group, xs), self.mesh)
+        flying = _Flying(flight, flight.launch(xs), group)
+        for edge in group:
+            edge.flight = flying
+        return flying
+
+    def _wait(self, flying: _Flying) -> list[_Edge]:
+        for edge, y in zip(flying.group, noted(flying.flight.wait(flying.token), self.mesh), strict=True):
+            edge.arrived(y)
+        return flying.group
+
+    def _wanted(self, name: str) -> tuple[Ranges, ...] | None:
+        """For each rank of the group in which keys are gathered, those that it wants; None for all of them."""
+        if self.layout.exchange == "all" or name not in ("k", "v"):
+            return None
+        chain = self.edges[name]
+        axes = rules.gathered(chain)
+        return documents.of_group(
+            self.edges["q"][-1], self.mesh.axes, self.mesh.ranks(axes, self.mesh.rank), self.sizes["S"],
+            self.cu or (0, self.sizes["S"]), self.sight,
+        ) if axes else None  # fmt: skip
+
+    def keys(self) -> Ranges | None:
+        """Which keys this rank's queries may see, where it is known that they are fewer than all."""
+        if not self.ordered or "q" not in self.edges or "S" not in self.sizes:
+            return None
+        size = self.sizes["S"]
+        (found,) = documents.of_group(
+            self.edges["q"][-1], self.mesh.axes, (self.mesh.rank,), size, self.cu or (0, size), self.sight
+        )
+        return None if found == ((0, size),) else found
+
+    def _seen(self, edge: _Edge) -> Tensor | None:
+        """An edge as the next stage needs it: of keys, those that some query may see."""
+        x, name = edge.x, edge.name
+        if x is None or name not in (*WHOLE, "k", "v"):
+            return x
+        if name in ("k", "v"):
+            if self.layout.exchange == "needed" and rules.gathered(self.edges[name]):
+                return x
+            keys, dim = self.keys(), rules.place(self.edges[name][-1], "S")
+            return x if keys is None else shards.select(x, dim, keys)
+        cut = rules.cut(self.edges[name][-1], self.mesh.axes, self.mesh.rank, _pairs(self.sizes))
+        for dim, letter, size, ranges in cut:
+            found = self.keys() if letter == "T" else ranges
+            if found is not None and x.shape[dim] == size:  # else it is 1, for all alike
+                x = shards.select(x, dim, found)
+        return x
+
+
+def _pairs(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sizes.items())
+
+
+@dataclass
+class _Edge:
+    """One edge on its way. at: which spec of its chain it lies in. pair, plan: of the next step, where that is a
+    collective. flight: the one that it is in."""
+
+    name: str
+    x: Tensor | None
+    at: int = 0
+    pair: str = ""
+    plan: Planned | None = None
+    flight: _Flying | None = None
+
+    def arrived(self, y: Tensor) -> None:
+        self.x, self.plan, self.flight = y, None, None
+        self.at += 1
+
+
+@dataclass(eq=False)
+class _Flying:
+    flight: Flight
+    token: Tensor
+    group: list[_Edge]
+
+
+def _parts(group: list[_Edge]) -> tuple[tuple[Tensor, ...], tuple[Any, ...], tuple[Any, ...]]:
+    xs, plans = [edge.x for edge in group if edge.x is not None], [edge.plan for edge in group if edge.plan is not None]
+    return tuple(xs), tuple(plan.move for plan in plans), tuple(plan.adjoint for plan in plans)
+
+
+def _call(group: list[_Edge], xs: tuple[Tensor, ...]) -> Any:
+    text = "; ".join(f"{edge.name}: {edge.pair}" for edge in group)
+    return call_of(xs, text, tuple(edge.name for edge in group))
+
+
+def _resolved(layout: Layout, mesh: Mesh, heads: tuple[int, int] | None) -> rules.Edges:
+    return rules.resolve(layout.name, layout.chains, mesh.axes, heads)
