@@ -13,6 +13,7 @@ from .errors import SpecError
 from .explain import Explanation, explain
 from .layouts import Layout, all_gather, hybrid, ulysses
 from .mesh import Mesh
+from .plan import Plan, diff
 from .processes import ProcessGroup, keep_collectives
 from .reshard import Pending, launch, reshard
 from .shard import Sharded, shard
@@ -32,6 +33,7 @@ __all__ = [
     "Mesh",
     "Pending",
     "Picture",
+    "Plan",
     "ProcessGroup",
     "Sharded",
     "Spec",
@@ -41,6 +43,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "all_gather",
+    "diff",
     "explain",
     "hybrid",
     "keep_collectives",

@@ -20,7 +20,7 @@ from .mesh import Axes, Mesh, coordinates
 from .shards import Ranges
 from .spec import Spec, parse
 
-__all__ = ["Sight", "boundaries", "document_ids", "needed", "pairs", "positions_of", "positions_within"]
+__all__ = ["Boundaries", "Sight", "boundaries", "document_ids", "needed", "pairs", "positions_of", "positions_within"]
 
 Boundaries = tuple[int, ...]
 # What a query sees: whether only keys at its position and before, and how many tokens back.

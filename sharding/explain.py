@@ -6,25 +6,19 @@ for each kind of rank. What is printed is what `trace` then counts.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from . import html, moves, shards
+from .classes import Class, Figures, classes_of
 from .errors import SpecError
-from .exchange import finish, local, start
-from .mesh import Axes, Mesh, check_axes, ranks_of, text_of
-from .moves import Move
+from .mesh import Axes, Mesh, check_axes, text_of
 from .show import columns, ranks_text
-from .spec import ELLIPSIS, Atom, Spec, parse_pair
-from .steps import COLLECTIVES, Step, lines, one_step, steps
-from .trace import Trace
-from .transport import Call, Done, Work
+from .spec import ELLIPSIS, Spec, parse_pair
+from .steps import COLLECTIVES, Step, lines, steps
 
 __all__ = ["Explanation", "explain"]
 
@@ -57,7 +51,7 @@ def explain(pair: str, mesh: Mesh, *, dtype: torch.dtype = torch.float32, **size
     given = tuple(known.items())
     if len(found) > 1:
         return _several(head, left, found, mesh.axes, given, dtype)
-    classes = _classes(pair, mesh.axes, given, dtype)
+    classes = classes_of(pair, mesh.axes, given, dtype)
     return _one(head, left, right, found[0] if found else None, mesh.axes, classes, dtype.itemsize)
 
 
@@ -95,140 +89,6 @@ class Explanation:
     def _repr_html_(self) -> str:
         table = [html.table(self.table[0], self.table[1:], self._right())] if self.table else []
         return html.figure([html.lines(self.above), *table, html.lines(self.below)])
-
-
-class Figures(NamedTuple):
-    """What a move does on one rank."""
-
-    sends: int
-    receives: int
-    copies: tuple[int, int]
-    after: tuple[int, ...]
-
-
-class Class(NamedTuple):
-    """Ranks that do the same: their move, the shape before, and its figures forward and backward."""
-
-    ranks: tuple[int, ...]
-    move: Move
-    before: tuple[int, ...]
-    forward: Figures
-    backward: Figures
-
-
-class _Dry:
-    """A transport that gives blocks without memory, and keeps what it was handed and gave."""
-
-    traces = True
-
-    def __init__(self, me: int) -> None:
-        self.me, self.taken, self.gave = me, torch.empty(0, device="meta"), torch.empty(0, device="meta")
-
-    def _done(self, x: Tensor, n: int) -> Work:
-        self.taken, self.gave = x, x.new_empty(n)
-        return Done(self.gave)
-
-    def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
-        return self._done(x, sum(counts))
-
-    def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
-        return self._done(x, counts[self.me])
-
-    def all_to_all(
-        self, x: Tensor, counts: Sequence[int], receive: Sequence[int], axes: tuple[str, ...], call: Call
-    ) -> Work:
-        return self._done(x, sum(receive))
-
-    def all_reduce(self, x: Tensor, axes: tuple[str, ...], call: Call) -> Work:
-        return self._done(x, x.numel())
-
-
-def _copied(x: Tensor, y: Tensor) -> int:
-    return int(x.numel() > 0 and x.untyped_storage()._cdata != y.untyped_storage()._cdata)
-
-
-def _figures(move: Move, shape: Sequence[int], dtype: torch.dtype, text: str, axes: Axes, rank: int) -> Figures:
-    x = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    if move.kind not in COLLECTIVES:
-        y = local(x, move)
-        return Figures(0, 0, (0, _copied(x, y)), tuple(y.shape))
-    dry = _Dry(move.me)
-    trace = Trace(Mesh(**dict(axes)).at(rank, dry))
-    (y,) = finish(start((x,), (move,), Call(text), trace.mesh))
-    return Figures(*trace.bytes(rank), (_copied(x, dry.taken), _copied(dry.gave, y)), tuple(y.shape))
-
-
-def _classes(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype) -> list[Class]:
-    """Ranks by what they do, each class worked out on its first rank."""
-    left, right = parse_pair(text)
-    step, ndim = one_step(text, axes), len(left.dims)
-    key = _key(left, right, step, dict(sizes), axes, lambda r: moves.move(text, axes, r, sizes, ndim, ()).move)
-    ranks: dict[object, list[int]] = {}
-    for rank in range(math.prod(n for _, n in axes)):
-        ranks.setdefault(key(rank), []).append(rank)
-    found = []
-    for alike in ranks.values():
-        plan = moves.move(text, axes, alike[0], sizes, ndim, ())
-        forward = _figures(plan.move, plan.local, dtype, text, axes, alike[0])
-        backward = _figures(plan.adjoint, forward.after, dtype, text, axes, alike[0])
-        found.append(Class(tuple(alike), plan.move, plan.local, forward, backward))
-    return found
-
-
-def _key(
-    left: Spec, right: Spec, step: Step | None, sizes: Mapping[str, int], axes: Axes, move: Callable[[int], Move]
-) -> Callable[[int], object]:
-    """What tells ranks apart: how much they hold of each letter, before and after, and what their group holds."""
-    strides, stride, members = {}, 1, 1
-    group: list[tuple[int, int, int]] = []  # how a rank's place in its group is counted
-    for name, n in reversed(axes):
-        strides[name] = (stride, n)
-        if step is not None and name in step.axes:
-            group.append((stride, n, members))
-            members *= n
-        stride *= n
-    moved = {0: step.source, 1: step.target} if step is not None else {}
-
-    @functools.cache
-    def of(atom: Atom, outer: int | None, place: tuple[int, ...]) -> object:
-        at = dict(zip(atom.axes, place, strict=True))
-        found: list[object] = [tuple(b - a for a, b in shards.held(atom, sizes, axes, at))]
-        if outer is not None:
-            found.append(tuple(b - a for a, b in shards.part(atom, sizes, axes, at, 0, outer)))
-            # Which heads are shared depends on where the group's heads start, not on how many they are.
-            found.append(place[:outer] if atom.need else None)
-        return tuple(found)
-
-    sent: dict[int, int] = {}  # how much each rank sends of heads that others hold too
-
-    def sends(rank: int) -> int:
-        assert step is not None
-        if rank not in sent:
-            side = move(rank).source
-            assert side is not None
-            sent.update(zip(ranks_of(axes, step.axes, rank), map(shards.length, side.part), strict=True))
-        return sent[rank]
-
-    def key(rank: int) -> object:
-        found: list[object] = []
-        if step is not None and step.kind == "all-reduce":  # the first members sum one element more
-            count = 1
-            for atom in left.atoms:
-                at = {axis: rank // s % n for axis, (s, n) in strides.items() if axis in atom.axes}
-                count *= shards.length(shards.held(atom, sizes, axes, at))
-            found.append(sum(rank // s % n * m for s, n, m in group) < count % members)
-        for which, spec in enumerate((left, right)):
-            for i, atom in enumerate(spec.atoms):
-                if not atom.axes:
-                    continue
-                place = tuple(rank // s % n for s, n in (strides.get(axis, (1, 1)) for axis in atom.axes))
-                outer = len(atom.axes) - len(step.axes) if step is not None and moved[which] == i else None
-                found.append(of(atom, outer, place))
-                if outer is not None and which == 0 and atom.need and move(0).kind != "none":
-                    found.append(sends(rank))
-        return tuple(found)
-
-    return key
 
 
 def _one(
@@ -275,7 +135,7 @@ def _several(
     dtype: torch.dtype,
 ) -> Explanation:  # fmt: skip
     pairs = lines(left, found)
-    of_steps = [_classes(text, axes, sizes, dtype) for text in pairs]
+    of_steps = [classes_of(text, axes, sizes, dtype) for text in pairs]
     rows = []
     for text, step, classes in zip(pairs, found, of_steps, strict=True):
         kind = classes[0].move.kind

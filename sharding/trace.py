@@ -84,8 +84,7 @@ class Trace:
         self, mesh: Mesh, call: Call, move: Move, what: str, size: tuple[int, int], xs: Sequence[Tensor],
         flat: Tensor,
     ) -> None:  # fmt: skip
-        storage = flat.untyped_storage().data_ptr()
-        copies = int(flat.numel() > 0 and any(x.untyped_storage().data_ptr() != storage for x in xs))
+        copies = int(any(copied(x, flat) for x in xs))
         group = mesh.ranks(move.axes, mesh.rank)
         self.events.append(Event(mesh.rank, what, move.kind, move.axes, group, *size, copies, call))
 
@@ -124,6 +123,11 @@ class Trace:
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def copied(x: Tensor, flat: Tensor) -> bool:
+    """Whether a buffer is other memory than a tensor; also for tensors without memory, which all lie at 0."""
+    return flat.numel() > 0 and x.untyped_storage()._cdata != flat.untyped_storage()._cdata
 
 
 def trace(mesh: Mesh) -> Trace:

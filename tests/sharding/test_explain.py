@@ -7,7 +7,8 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn.sharding import Mesh, SpecError, simulate, trace
 from meshfn.sharding import reshard as move
-from meshfn.sharding.explain import _classes, explain
+from meshfn.sharding.classes import classes_of
+from meshfn.sharding.explain import explain
 
 FOUR = Mesh(dp=2, u=2)
 SIZES = {"B": 2, "S": 97, "K": 3, "E": 64}
@@ -273,7 +274,7 @@ def test_backward_is_the_pair_of_the_gradient(pair, backward):
     assert again.backward == pair.replace(" +dp", "")
     assert again.kind == {"slice": "place in zeros", "place in zeros": "slice", "all-gather": "reduce-scatter",
                           "reduce-scatter": "all-gather"}.get(e.kind, e.kind)  # fmt: skip
-    classes = _classes(pair, FOUR.axes, (("B", 2), ("S", 5), ("D", 7)), torch.float32)
+    classes = classes_of(pair, FOUR.axes, (("B", 2), ("S", 5), ("D", 7)), torch.float32)
     assert [c.backward[:2] for c in classes for _ in c.ranks] == [
         (again.sends[r], again.receives[r]) for c in classes for r in c.ranks
     ]

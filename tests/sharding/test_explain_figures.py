@@ -8,7 +8,8 @@ import pytest
 import torch
 from meshfn.sharding import Mesh, simulate, trace
 from meshfn.sharding import reshard as move
-from meshfn.sharding.explain import _classes, explain
+from meshfn.sharding.classes import classes_of
+from meshfn.sharding.explain import explain
 from meshfn.sharding.shards import complete
 from meshfn.sharding.spec import parse_pair
 from meshfn.sharding.steps import steps
@@ -112,7 +113,7 @@ def test_figures_are_those_that_a_trace_counts():
             assert {v.kind for rank in events for v in rank} == {e.kind}, where
             halves = [[v.copies for v in rank] for rank in events]
             assert e.copies == tuple(map(max, zip(*halves, strict=True))), where
-        classes = _classes(pair, mesh.axes, tuple(complete(sizes).items()), torch.float32)
+        classes = classes_of(pair, mesh.axes, tuple(complete(sizes).items()), torch.float32)
         of_rank = {r: c.backward for c in classes for r in c.ranks}
         shapes = {r: (c.before, c.forward.after) for c in classes for r in c.ranks}
         left, right = parse_pair(pair)

@@ -1,0 +1,247 @@
+"""The plan of a layout: every exchange of an attention layer with its bytes, before any of them happens.
+
+A plan is what the layout's own wire does on tensors without memory, forward and backward, once for each kind of rank.
+So it cannot differ from what runs, and thousands of ranks plan as fast as a few.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from . import documents, html, rules, shards
+from .errors import SpecError
+from .layouts import Layout
+from .mesh import Mesh, text_of
+from .rehearsal import EDGES, Rank, rehearse
+from .show import columns, ranks_text
+from .spec import parse
+from .trace import Event
+
+__all__ = ["Exchange", "Plan", "diff", "plan"]
+
+RANGES = 8  # of ranks that are listed
+
+
+class Exchange(NamedTuple):
+    """One collective. edges: what it carries. pairs: how. sends, receives: bytes to and from others, the least and the
+    most of any rank. copies: of the payload, before and after. backward: whether it is one of gradients."""
+
+    edges: tuple[str, ...]
+    kind: str
+    axes: tuple[str, ...]
+    pairs: tuple[str, ...]
+    sends: tuple[int, int]
+    receives: tuple[int, int]
+    copies: tuple[int, int]
+    backward: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What attention in a layout sends, computes and keeps. Prints as text; a notebook shows a table.
+
+    exchanges: in the order of their launch, forward and then backward. classes: ranks by what they do. order: launches,
+    waits and the core, forward and backward. pending: for each input the axes over which its gradient is a pending sum.
+    """
+
+    title: str
+    facts: tuple[str, ...]
+    exchanges: tuple[Exchange, ...]
+    classes: tuple[Rank, ...]
+    order: tuple[tuple[str, ...], tuple[str, ...]]
+    pending: tuple[tuple[str, tuple[str, ...]], ...]
+    mesh: Mesh = field(compare=False)
+
+    @property
+    def forward(self) -> tuple[Exchange, ...]:
+        return tuple(e for e in self.exchanges if not e.backward)
+
+    @property
+    def backward(self) -> tuple[Exchange, ...]:
+        return tuple(e for e in self.exchanges if e.backward)
+
+    def of(self, rank: int) -> Rank:
+        """What a rank does."""
+        return next(found for found in self.classes if rank in found.ranks)
+
+    @property
+    def flops(self) -> tuple[int, int]:
+        """Of the core, forward: the least and the most of any rank."""
+        return _ends(r.flops for r in self.classes)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of edges and buffers that a rank holds at once; what the core keeps inside is not counted."""
+        return max(r.peak for r in self.classes)
+
+    def bytes(self, rank: int = 0) -> tuple[int, int]:
+        """What a rank sends and receives, forward and backward together."""
+        events = self.of(rank).events
+        return sum(e.sent for e in events), sum(e.received for e in events)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        yield ("", "", "collective", "sends", "receives", "copies")
+        for name, part in (("forward", self.forward), ("backward", self.backward)):
+            for i, e in enumerate(part):
+                over = f"{e.kind} over {'/'.join(e.axes)}"
+                numbers = (_span(e.sends), _span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
+                yield (name if i == 0 else "", ", ".join(e.edges), over, *numbers)
+
+    def _work(self) -> Iterator[tuple[str, ...]]:
+        yield ("ranks", "queries", "keys", "heads", "flops", "peak bytes")
+        found: dict[tuple[str, ...], list[int]] = {}
+        for r in self.classes:
+            heads = f"{r.heads} reading {r.kv_heads}"
+            row = (str(r.queries), str(r.keys), heads, f"{r.flops:,}", f"{r.peak:,}")
+            found.setdefault(row, []).extend(r.ranks)
+        for row, ranks in itertools.islice(found.items(), RANGES):
+            yield (ranks_text(sorted(ranks)), *row)
+        if len(found) > RANGES:
+            yield (f"... {len(found) - RANGES} more", "", "", "", _span(self.flops), f"up to {self.peak:,}")
+
+    def _below(self) -> list[str]:
+        moved = ["nothing moves"] if not self.exchanges else []
+        orders = [f"order, {name}: {', '.join(order)}" for name, order in zip(_WAYS, self.order, strict=True)]
+        whole = [name for name, axes in self.pending if not axes]
+        sums: dict[tuple[str, ...], list[str]] = {}
+        for name, axes in self.pending:
+            sums.setdefault(axes, []).append(name)
+        said = [f"{', '.join(names)} a pending sum over {', '.join(axes)}" for axes, names in sums.items() if axes]
+        gradients = "; ".join([f"{', '.join(whole)} whole"] * bool(whole) + said)
+        return [*moved, *orders, f"gradients: {gradients}; parameters over every axis that does not split them"]
+
+    def __str__(self) -> str:
+        exchanges, work = list(self._rows()), list(self._work())
+        table = [columns(exchanges, [False, False, False, True, True, True]), [""]] if len(exchanges) > 1 else []
+        rows = columns(work, [False, True, True, True, True, True])
+        return "\n".join([self.title, *self.facts, "", *itertools.chain(*table), *rows, "", *self._below()])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        exchanges, work = list(self._rows()), list(self._work())
+        return html.figure([
+            html.lines([self.title, *self.facts]),
+            html.table(exchanges[0], exchanges[1:], [False] * 3 + [True] * 3),
+            html.table(work[0], work[1:], [False] + [True] * 5),
+            html.lines(self._below()),
+        ])  # fmt: skip
+
+    def plot(self) -> Any:
+        """A figure of bytes sent and memory held, event by event, of the rank that holds most. Needs matplotlib."""
+        from .plot import plot
+
+        return plot(self)
+
+
+_WAYS = ("forward", "backward")
+
+
+def plan(
+    layout: Layout, mesh: Mesh, /, *, dtype: torch.dtype = torch.float32, causal: bool = False,
+    window: int | None = None, cu_seqlens: Any = None, **sizes: int,
+) -> Plan:  # fmt: skip
+    """What attention in a layout will do: `print(hybrid().plan(mesh, B=2, S=96, H=9, K=3, E=64))`.
+
+    mesh: any; nothing runs. dtype: of q, k and v. causal, window, cu_seqlens: what a query sees, for arithmetic and for
+    `exchange="needed"`. sizes: global; B, S, E and two of H, K, G; V where values are wider or narrower than keys.
+
+    Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
+    """
+    sizes = shards.complete({**({"V": sizes["E"]} if "E" in sizes else {}), **sizes})
+    missing = [letter for letter in "BSHKEV" if letter not in sizes]
+    if missing:
+        raise SpecError(
+            f"a plan needs sizes: {' and '.join(missing[:2])} is missing", known=shards.known(sizes),
+            fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
+        )  # fmt: skip
+    cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
+    edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
+    lacking = [name for name in EDGES if name not in edges]
+    if lacking:
+        raise SpecError(f"{layout.name} has no edge {', '.join(lacking)}, and a plan is of q, k, v and o")
+    for name in EDGES:
+        for text in edges[name]:
+            shards.check(parse(text), sizes, mesh.axes)
+    sight = (causal, window)
+    made = rehearse(layout, mesh, sizes, dtype, sight, cu)
+    exchanges = _exchanges(made)
+    inputs = [name for name in ("x", "q", "k", "v", "sinks") if name in edges]
+    split = {name: parse(edges[name][0]).axes for name in inputs}
+    large = [axis for axis, n in mesh.axes if n > 1]
+    pending = tuple((name, tuple(axis for axis in large if axis not in split[name])) for name in inputs)
+    specs = [parse(text) for chain in edges.values() for text in chain]
+    used = " ".join(f"{letter}={sizes[letter]}" for letter in "BSHKEV" if letter != "V" or sizes["V"] != sizes["E"])
+    sees = "causal" if causal else "every key is seen"
+    sees += f", window {window}" * (window is not None)
+    sees += f", {len(set(cu)) - 1} documents" if cu is not None else ""
+    options = "".join(f'     exchange="{layout.exchange}"' for _ in [0] if layout.exchange != "all")
+    kind = str(dtype).removeprefix("torch.")
+    return Plan(
+        layout.name,
+        (f"mesh: {text_of(mesh.axes, *specs)}     sizes: {used}     {kind}     {sees}{options}",),
+        exchanges,
+        tuple(made),
+        _orders(made[0].events),
+        pending,
+        mesh,
+    )
+
+
+def diff(a: Plan, b: Plan) -> str:
+    """Two plans line by line: what only the first has behind `-`, only the second behind `+`; empty where they agree,
+    whatever the layouts are called."""
+    import difflib
+
+    lines = [str(p).splitlines()[1:] for p in (a, b)]
+    if lines[0] == lines[1]:
+        return ""
+    found = difflib.ndiff(*lines)
+    return "\n".join([f"- {a.title}", f"+ {b.title}", *(line.rstrip() for line in found if line[0] in "-+")])
+
+
+def _orders(events: Sequence[Event]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Launches and waits, with the core where it stands among them."""
+
+    def said(event: Event) -> str:
+        return f"{event.what} {' '.join(event.call.edges)}"
+
+    forward, backward = ([e for e in events if e.call.backward == way] for way in (False, True))
+    last = sum(e.call.edges != ("o",) for e in forward)
+    first = sum(e.call.edges == ("o",) for e in backward)
+    return (
+        (*map(said, forward[:last]), "core", *map(said, forward[last:])),
+        (*map(said, backward[:first]), "core", *map(said, backward[first:])),
+    )
+
+
+def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:
+    found = []
+    for of_ranks in zip(*(r.events for r in made), strict=True):
+        first = of_ranks[0]
+        if first.what != "launch":
+            continue
+        wait = [next(e for e in r.events if e.what == "wait" and e.call[:1] == first.call[:1]
+                     and e.call.backward == first.call.backward) for r in made]  # fmt: skip
+        pairs = tuple(part.split(": ", 1)[1] for part in first.call.text.split("; "))
+        found.append(Exchange(
+            first.call.edges, first.kind, first.axes, pairs, _ends(e.sent for e in of_ranks),
+            _ends(e.received for e in of_ranks), (max(e.copies for e in of_ranks), max(e.copies for e in wait)),
+            first.call.backward,
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _ends(values: Any) -> tuple[int, int]:
+    values = list(values)
+    return (min(values), max(values)) if values else (0, 0)
+
+
+def _span(ends: tuple[int, int]) -> str:
+    return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
