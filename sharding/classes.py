@@ -77,12 +77,12 @@ def _figures(move: Move, shape: Sequence[int], dtype: torch.dtype, text: str, ax
     x = torch.empty(tuple(shape), dtype=dtype, device="meta")
     if move.kind not in COLLECTIVES:
         y = local(x, move)
-        return Figures(0, 0, (0, copied(x, y)), tuple(y.shape))
+        return Figures(0, 0, (0, int(copied(x, y))), tuple(y.shape))
     dry = Dry(axes, rank)
     trace = Trace(Mesh(**dict(axes)).at(rank, dry))
     (y,) = finish(start((x,), (move,), Call(text), trace.mesh))
     ((taken, gave),) = dry.buffers
-    return Figures(*trace.bytes(rank), (copied(x, taken), copied(gave, y)), tuple(y.shape))
+    return Figures(*trace.bytes(rank), (int(copied(x, taken)), int(copied(gave, y))), tuple(y.shape))
 
 
 def classes_of(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype) -> list[Class]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import shards
+from .constant import constant
 from .errors import SpecError
 from .mesh import Axes, Mesh, coordinates
 from .shards import Ranges
@@ -113,14 +114,12 @@ def _sum(first: int, last: int, window: int | None) -> int:
     return _sum(first, middle, None) + (last - middle) * window
 
 
+@constant
 def of_group(
     text: str, axes: Axes, ranks: tuple[int, ...], size: int, cu: Boundaries, sight: Sight
 ) -> tuple[Ranges, ...]:
     """For each of these ranks the keys that its queries need. text: the spec of the queries."""
     return _of_group(text, axes, ranks, size, cu, sight)
-
-
-of_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(1024)

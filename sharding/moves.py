@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from . import shards
+from .constant import constant
 from .errors import SpecError
 from .mesh import Axes, check_axes, coordinates, ranks_of, size_of, text_of
 from .spec import ELLIPSIS, Atom, Spec, parse_pair
@@ -83,11 +84,13 @@ def adjoint(m: Move) -> Move:
     return m._replace(kind=kind, source=m.target, target=m.source, before=m.after, after=m.before)
 
 
+@constant
 def reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int) -> tuple[int, ...]:
     """The dimensions of the tensor whose own size the move needs, since it is whole and was not given."""
     return _reads(text, axes, sizes, ndim)
 
 
+@constant
 def move(
     text: str,
     axes: Axes,
@@ -103,12 +106,6 @@ def move(
     Raises `SpecError`: the same on every rank, unless the rank's own tensor is what does not fit.
     """
     return _planned(text, axes, rank, sizes, ndim, read, needed)
-
-
-# Dynamo calls these two with the constants it has and keeps the result, as torch.compiler.assume_constant_result would
-# make it do; that function imports the compiler, which takes two seconds.
-reads._dynamo_marked_constant = True  # type: ignore[attr-defined]
-move._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(4096)

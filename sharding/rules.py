@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from . import shards
+from .constant import constant
 from .errors import SpecError
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
@@ -35,6 +36,7 @@ class LocalHeads(NamedTuple):
     kv_index: tuple[int, ...] | None
 
 
+@constant
 def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) -> Edges:
     """The specs of every edge on a mesh, for a layer of (H, K) heads.
 
@@ -45,6 +47,7 @@ def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) 
     return _resolve(name, edges, axes, heads)
 
 
+@constant
 def heads(text: str, axes: Axes, rank: int, sizes: Sizes) -> LocalHeads:
     """Which heads a rank computes. text: the spec of its queries."""
     return _heads(text, axes, rank, sizes)
@@ -170,35 +173,35 @@ def _runs(index: tuple[int, ...]) -> list[int]:
     return [len(list(group)) for _, group in itertools.groupby(index)]
 
 
+@constant
 def letters(chain: tuple[str, ...]) -> tuple[str, ...]:
     """Every letter of an edge, and what its heads need."""
     return _letters(chain)
 
 
+@constant
 def gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
     """The axes over which an edge's tokens are gathered; none where they are not."""
     return _gathered(chain)
 
 
+@constant
 def place(text: str, letter: str) -> int:
     """Which dimension of a spec a letter is."""
     return _place(text, letter)
 
 
+@constant
 def tokens(text: str) -> str:
     """The spec of the tokens alone, of one with other dimensions."""
     atom = next(atom for atom in parse(text).atoms if atom.name == "S")
     return str(atom)
 
 
+@constant
 def cut(text: str, axes: Axes, rank: int, sizes: Sizes) -> tuple[tuple[int, str, int, Ranges], ...]:
     """What a rank takes of something whole: for each dimension that is split, its index, letter, size and ranges."""
     return _cut(text, axes, rank, sizes)
-
-
-# Dynamo calls these with the constants that it has: see `moves`.
-for _traced in (resolve, heads, letters, gathered, place, tokens, cut):
-    _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(1024)
