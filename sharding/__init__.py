@@ -8,6 +8,8 @@ ProcessGroup        the same body on processes, gloo or NCCL
 trace               what moved
 """
 
+from .batch import Batch, counted_once, cut, pending_axes, shard_batch, sum_gradients
+from .costs import Costs, best, measure
 from .documents import positions_of
 from .errors import SpecError
 from .explain import Explanation, explain
@@ -25,7 +27,9 @@ from .trace import Event, Trace, trace
 from .transport import Call, Local, Transport, TransportError
 
 __all__ = [
+    "Batch",
     "Call",
+    "Costs",
     "Event",
     "Explanation",
     "Layout",
@@ -43,16 +47,23 @@ __all__ = [
     "Transport",
     "TransportError",
     "all_gather",
+    "best",
+    "counted_once",
+    "cut",
     "diff",
     "explain",
     "hybrid",
     "keep_collectives",
     "launch",
+    "measure",
+    "pending_axes",
     "positions_of",
     "reshard",
     "shard",
+    "shard_batch",
     "show",
     "simulate",
+    "sum_gradients",
     "trace",
     "ulysses",
 ]

@@ -81,8 +81,7 @@ class Plan:
 
     def bytes(self, rank: int = 0) -> tuple[int, int]:
         """What a rank sends and receives, forward and backward together."""
-        events = self.of(rank).events
-        return sum(e.sent for e in events), sum(e.received for e in events)
+        return self.of(rank).bytes
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         yield ("", "", "collective", "sends", "receives", "copies")

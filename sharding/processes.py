@@ -72,6 +72,12 @@ class ProcessGroup:
                     self.names[order] = "" if group is None else group.group_name
         self.mesh = plain.at(rank, self)
 
+    def group(self, *axes: str) -> Any:
+        """The `torch.distributed` group of this rank over some axes, as for an optimiser's own sums."""
+        if axes not in self.groups:
+            raise KeyError(f"ProcessGroup.group{axes}: some of {', '.join(dict(self.mesh.axes))} are needed")
+        return self.groups[axes]
+
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks gather; uneven ones go to everybody, one by one."""
         self._agree("all-gather", x, counts, counts, axes, call)

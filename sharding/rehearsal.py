@@ -39,7 +39,13 @@ class Rank(NamedTuple):
     events: tuple[Event, ...]
 
     @property
+    def bytes(self) -> tuple[int, int]:
+        """Sent and received, forward and backward together."""
+        return sum(e.sent for e in self.events), sum(e.received for e in self.events)
+
+    @property
     def peak(self) -> int:
+        """The most bytes that it holds at once."""
         return max(n for _, n in self.memory)
 
 

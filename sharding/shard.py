@@ -222,6 +222,10 @@ class Sharded:
                 except SpecError as error:
                     raise SpecError(f"{self.name}({name}=...): {str(error).removeprefix('x ')}") from None
 
+    def specs(self, params: tree.Tree) -> Any:
+        """How parameters lie: each by its own spec, split by those axes alone by which the layout splits its letters."""
+        return tree.map(self._of_parameter, params.specs())
+
     # What `simulate` needs.
 
     def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +236,7 @@ class Sharded:
 
     def _in_spec(self, name: str, x: Any, edges: Mapping[str, tuple[str, ...]]) -> Any:
         if isinstance(x, tree.Tree):
-            return tree.map(self._of_parameter, x.specs())
+            return self.specs(x)
         if isinstance(x, (tuple, list)) and name in edges and name not in whole.NAMES:
             return type(x)(self._in_spec(name, each, edges) for each in x)
         if not isinstance(x, Tensor):

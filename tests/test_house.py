@@ -80,7 +80,7 @@ def test_private_names_stand_in_one_file_each():
     owners = {
         "torch._C._functorch": "sharding/functorch.py",
         "_c10d_functional": "sharding/processes.py",
-        "_dynamo_marked_constant": "sharding/moves.py",
+        "_dynamo_marked_constant": "sharding/constant.py",
     }
     for private, owner in owners.items():
         users = {

@@ -1,0 +1,151 @@
+"""What a mesh costs, measured, and which layout is best on it, by a stated model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import SpecError
+from .layouts import Layout
+from .mesh import Mesh
+from .plan import Plan, plan
+from .reshard import reshard
+from .show import columns
+
+__all__ = ["Choice", "Costs", "Ranking", "best", "measure"]
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Costs:
+    """latency: seconds of an exchange of next to nothing, by axis. bandwidth: bytes a second that a rank sends, by
+    axis. flops: arithmetic of one rank, a second."""
+
+    latency: Mapping[str, float]
+    bandwidth: Mapping[str, float]
+    flops: float
+
+    def seconds(self, axes: Sequence[str], sent: int) -> float:
+        """Of one exchange over axes; of several, the slowest counts."""
+        known = [axis for axis in axes if axis in self.latency]
+        if not known:
+            raise ValueError(f"costs of {'/'.join(axes)} are not known     known: {', '.join(self.latency) or 'none'}")
+        return max(self.latency[axis] + sent / self.bandwidth[axis] for axis in known)
+
+
+def measure(mesh: Mesh, *, device: Any = "cpu", nbytes: int = 2**22, dtype: torch.dtype = torch.float32) -> Costs:
+    """Latency and bandwidth of each axis of a mesh, and arithmetic: of an all-to-all, and of a product of matrices.
+
+    mesh: this rank's own; every rank makes this call. nbytes: of the large exchange, a rank. Every rank returns the
+    same: the slowest of all.
+    """
+    size = dtype.itemsize
+    found: list[float] = []
+    axes = [axis for axis, n in mesh.axes if n > 1]
+    for axis in axes:
+        n = mesh[axis]
+        times = []
+        for each in (1, max(1, nbytes // (size * n * n))):
+            x = torch.zeros(n, n * each, dtype=dtype, device=device)[:1]
+            pair = f"S/{axis} D -> S D/{axis}"
+            times.append(_median(lambda x=x, pair=pair, n=n: reshard(x, pair, mesh, S=n), device))
+        sent = (n - 1) * size * max(1, nbytes // (size * n * n))
+        found += [times[0], max(times[1] - times[0], 1e-9) / sent]
+    a = torch.randn(512, 512, dtype=dtype, device=device)
+    found.append(_median(lambda: a @ a, device) / (2 * 512**3))
+    mine = torch.tensor(found, dtype=torch.float64, device=device)
+    for axis in axes:  # every rank takes the slowest figures of all
+        mine = reshard(mine[None], f"P/{axis} N -> P N", mesh, P=mesh[axis]).max(0).values
+    slowest = mine.tolist()
+    return Costs(
+        dict(zip(axes, slowest[0:-1:2], strict=True)),
+        {axis: 1 / each for axis, each in zip(axes, slowest[1:-1:2], strict=True)},
+        1 / slowest[-1],
+    )
+
+
+def _median(run: Callable[[], Any], device: Any) -> float:
+    times = []
+    for i in range(ROUNDS + 2):
+        _finish(device)
+        start = time.perf_counter()
+        run()
+        _finish(device)
+        if i >= 2:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _finish(device: Any) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Choice(NamedTuple):
+    """A layout with what it would take. exchanges, core: seconds of a forward and a backward. why: what decides, or why
+    it cannot be; then there are no seconds."""
+
+    layout: Layout
+    exchanges: float
+    core: float
+    peak: int
+    why: str
+    plan: Plan | None
+
+    @property
+    def seconds(self) -> float:
+        return self.exchanges + self.core if self.plan is not None else float("inf")
+
+
+class Ranking(tuple[Choice, ...]):
+    """Layouts, the fastest first. `ranking[0].layout` is the best; prints as a table with the reasons."""
+
+    def __str__(self) -> str:
+        rows = [("layout", "exchanges", "core", "peak bytes", "")]
+        for c in self:
+            numbers = (f"{c.exchanges * 1e3:.3g} ms", f"{c.core * 1e3:.3g} ms", f"{c.peak:,}") if c.plan else ("-",) * 3
+            rows.append((c.layout.name, *numbers, c.why))
+        model = (
+            "exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward; "
+            "core: 3 x flops of the busiest rank"
+        )
+        return "\n".join([*columns(rows, [False, True, True, True, False]), model])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def best(layouts: Sequence[Layout], mesh: Mesh, sizes: Mapping[str, int], costs: Costs, **options: Any) -> Ranking:
+    """Layouts ranked by a model of their plans: each exchange takes its latency and the bytes of the busiest rank over
+    the bandwidth, one after the other (overlap hides some of it, which is not counted), forward and backward; the core
+    takes three times its flops, of the rank with the most.
+
+    sizes: global, as `Layout.plan` takes them. options: the rest of its arguments (dtype, causal, window, cu_seqlens).
+    A layout that cannot be on this mesh stands last, with the reason.
+    """
+    found = []
+    for layout in layouts:
+        try:
+            made = plan(layout, mesh, **sizes, **options)
+        except SpecError as error:
+            found.append(Choice(layout, 0.0, 0.0, 0, str(error).splitlines()[0], None))
+            continue
+        exchanges = sum(costs.seconds(e.axes, max(e.sends[1], e.receives[1])) for e in made.exchanges)
+        found.append(Choice(layout, exchanges, 3 * made.flops[1] / costs.flops, made.peak, _why(made), made))
+    if not any(choice.plan for choice in found):
+        reasons = "\n".join(f"    {choice.layout.name}: {choice.why}" for choice in found)
+        raise SpecError(f"best: none of {len(found)} layouts can be on this mesh\n{reasons}", mesh=str(mesh))
+    return Ranking(sorted(found, key=lambda choice: choice.seconds))
+
+
+def _why(made: Plan) -> str:
+    busiest = max(max(found.bytes) for found in made.classes)
+    low, high = made.flops
+    uneven = f", work {high / low:.2f} to 1" if low and high > low else ", even work" if low else ""
+    return f"{len(made.exchanges)} exchanges, {busiest:,} bytes{uneven}"
