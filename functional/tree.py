@@ -29,7 +29,10 @@ from torch import Tensor
 
 from .shapes import letters, parse, shape_of
 
-__all__ = ["Tree", "TreeError", "check", "dim", "leaves", "map", "paths", "pytree", "replace", "static", "trainable"]
+__all__ = [
+    "Tree", "TreeError", "check", "dim", "leaves", "map", "paths", "pytree", "replace",
+    "sizes_of", "static", "trainable",
+]  # fmt: skip
 
 NAMESPACE = "meshfn"
 C = TypeVar("C")
@@ -195,6 +198,24 @@ def paths(tree: Any) -> dict[str, Any]:
     """`{".layers[0].attention.q": leaf, ...}`, in order."""
     pairs, _ = _pytree.tree_flatten_with_path(tree)
     return {_pytree.keystr(path): leaf for path, leaf in pairs}
+
+
+def sizes_of(tree: Any, cfg: Any) -> dict[str, dict[str, int]]:
+    """The global size of each letter at each leaf, by path, as its config and those above it say."""
+
+    def walk(node: Any, cfg: Any, sizes: dict[str, int], path: str) -> Iterator[tuple[str, dict[str, int]]]:
+        sizes = {**sizes, **getattr(cfg, "sizes", {})}
+        for f in dataclasses.fields(node):
+            value, here = getattr(node, f.name), f"{path}.{f.name}"
+            if "spec" in f.metadata and value is not None:
+                yield here, sizes
+            elif isinstance(value, tuple):
+                for i, (child, sub) in enumerate(zip(value, getattr(cfg, f.name), strict=True)):
+                    yield from walk(child, sub, sizes, f"{here}[{i}]")
+            elif isinstance(value, Tree):
+                yield from walk(value, getattr(cfg, f.name), sizes, here)
+
+    return dict(walk(tree, cfg, {}, ""))
 
 
 def structure(tree: Any) -> Any:

@@ -11,7 +11,7 @@ __all__ = ["plot"]
 
 
 def plot(plan: Plan) -> Any:
-    """Above the bytes that each exchange sends, least and most of any rank; below what the rank that holds most holds."""
+    """Above the bytes that each exchange sends, least and most of any rank; below what the fullest rank holds."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

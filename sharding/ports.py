@@ -23,18 +23,31 @@ from .mesh import Mesh, check_axes, size_of, text_of
 from .spec import Atom, Spec, parse
 from .transport import summable
 
-__all__ = ["Leaf", "Port", "differentiable", "enter", "gather", "leave", "matched", "scatter"]
+__all__ = ["Leaf", "Port", "Sized", "differentiable", "enter", "gather", "leave", "matched", "scatter"]
 
 WHOLE = parse("...")
 
 
 @dataclass(frozen=True)
+class Sized:
+    """A spec whose letters have sizes of their own, since in a tree each layer has its own heads and widths."""
+
+    spec: Spec
+    sizes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        return str(self.spec)
+
+
+@dataclass(frozen=True)
 class Leaf:
-    """One leaf of the arguments or of the results, with its spec and the name that errors give it."""
+    """One leaf of the arguments or of the results, with its spec and the name that errors give it. sizes: its own, if
+    its letters are not those of the others."""
 
     value: Any
     spec: Spec | None
     name: str
+    sizes: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,8 @@ def gather(locals: Sequence[Tensor], port: Port) -> Tensor:
 
 def matched(value: Any, spec: Any, name: str) -> list[Leaf]:
     """The leaves of a tree, in order, with their specs. Raises `SpecError` where the specs have another structure."""
+    if isinstance(spec, Sized):
+        return [replace(leaf, sizes=spec.sizes) for leaf in matched(value, spec.spec, name)]
     if spec is None or isinstance(spec, (str, Spec)):
         found = tree.paths(value)
         if spec is None:
@@ -174,18 +189,21 @@ def enter(leaves: Sequence[Leaf], mesh: Mesh, sizes: Mapping[str, int]) -> list[
     while before != known:  # a letter that one tensor shows may factor a dimension of another
         before = known
         for leaf in leaves:
-            assert leaf.spec is not None
-            known = shards.bind(leaf.spec, leaf.value.shape, known, mesh.axes, leaf.name)
+            if leaf.sizes is None:
+                assert leaf.spec is not None
+                known = shards.bind(leaf.spec, leaf.value.shape, known, mesh.axes, leaf.name)
+    ports = []
     for leaf in leaves:
         assert leaf.spec is not None
-        shards.check(leaf.spec, known, mesh.axes)
+        shape, own = tuple(leaf.value.shape), known
+        if leaf.sizes is not None:
+            own = shards.bind(leaf.spec, shape, leaf.sizes, mesh.axes, leaf.name)
+        shards.check(leaf.spec, own, mesh.axes)
         for dim in leaf.spec.dims:
             for atom in dim if any(a.axes for a in dim) else ():
-                shards.size(leaf.spec, atom, atom.name, known, mesh.axes, leaf.name + ": ")
-    return [
-        Port(leaf.spec or WHOLE, tuple(leaf.value.shape), known, mesh, False, differentiable(leaf.value))
-        for leaf in leaves
-    ]
+                shards.size(leaf.spec, atom, atom.name, own, mesh.axes, leaf.name + ": ")
+        ports.append(Port(leaf.spec, shape, own, mesh, False, differentiable(leaf.value)))
+    return ports
 
 
 def leave(of_ranks: Sequence[Sequence[Leaf]], mesh: Mesh, sizes: Mapping[str, int], lead: int) -> list[Port]:

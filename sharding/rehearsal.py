@@ -169,6 +169,8 @@ def _run(
     wire = LayoutWire.of(layout, trace.mesh, {"S": sizes["S"]}, cu=cu, device="meta").layer(
         H=sizes["H"], K=sizes["K"], causal=sight[0], window=sight[1]
     )
+    (rows,) = parse(rules.rows(layout["q"][0])).local(sizes, mesh, rank)
+    sizes = {**sizes, "B": rows}
     shapes = {name: parse(wire.edges[name][0]).local(sizes, mesh, rank) for name in ("q", "k", "v")}
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes.values())
     sent = wire.send(k=k, v=v)
@@ -179,7 +181,6 @@ def _run(
     heads = wire.heads().local
     assert heads is not None
     kv_heads = seen[1].shape[rules.place(wire.edges["k"][-1], "K")]
-    rows = q.shape[rules.place(wire.edges["q"][0], "B")]
     memory = _memory(trace.events, dry.buffers, (q, k, v), seen, core, out)
     return _Ran(rows, heads, kv_heads, memory, tuple(trace.events))
 

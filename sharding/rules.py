@@ -19,7 +19,7 @@ from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
 from .spec import Spec, parse
 
-__all__ = ["LocalHeads", "check", "cut", "gathered", "heads", "letters", "place", "resolve", "tokens"]
+__all__ = ["LocalHeads", "check", "cut", "gathered", "heads", "letters", "of_rows", "place", "resolve", "tokens"]
 
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
@@ -174,6 +174,13 @@ def _runs(index: tuple[int, ...]) -> list[int]:
 
 
 @constant
+def of_rows(edges: Edges) -> Edges:
+    """The specs of edges for a rank's own rows of the batch, which no layout moves: how many there are in all is not
+    needed."""
+    return _of_rows(edges)
+
+
+@constant
 def letters(chain: tuple[str, ...]) -> tuple[str, ...]:
     """Every letter of an edge, and what its heads need."""
     return _letters(chain)
@@ -194,14 +201,27 @@ def place(text: str, letter: str) -> int:
 @constant
 def tokens(text: str) -> str:
     """The spec of the tokens alone, of one with other dimensions."""
-    atom = next(atom for atom in parse(text).atoms if atom.name == "S")
-    return str(atom)
+    return str(next(atom for atom in parse(text).atoms if atom.name == "S"))
+
+
+def rows(text: str) -> str:
+    """The spec of the batch alone."""
+    return str(next(atom for atom in parse(text).atoms if atom.name == "B"))
 
 
 @constant
 def cut(text: str, axes: Axes, rank: int, sizes: Sizes) -> tuple[tuple[int, str, int, Ranges], ...]:
     """What a rank takes of something whole: for each dimension that is split, its index, letter, size and ranges."""
     return _cut(text, axes, rank, sizes)
+
+
+@functools.lru_cache(256)
+def _of_rows(edges: Edges) -> Edges:
+    def own(spec: Spec) -> Spec:
+        dims = tuple(tuple(replace(a, axes=()) if a.name == "B" else a for a in dim) for dim in spec.dims)
+        return Spec(dims, spec.partial)
+
+    return tuple((edge, tuple(str(own(parse(text))) for text in chain)) for edge, chain in edges)
 
 
 @functools.lru_cache(1024)

@@ -23,6 +23,7 @@ from . import cores, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
 from .mesh import Mesh
+from .ports import Sized
 from .reshard import planned
 from .spec import Spec, parse
 from .steps import COLLECTIVES, steps
@@ -151,7 +152,7 @@ class Sharded:
         for name, why in (("wire", "the layout is the wire"), ("cache", "a cache is not split over ranks")):
             if given.get(name) is not None:
                 raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
-        self._check(at, given, dict(rules.resolve(self.layout.name, self.layout.chains, at.axes, None)))
+        self._check(at, given, dict(rules.of_rows(self.layout.chains)))
         device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
         known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
         wire = LayoutWire.of(
@@ -222,9 +223,15 @@ class Sharded:
                 except SpecError as error:
                     raise SpecError(f"{self.name}({name}=...): {str(error).removeprefix('x ')}") from None
 
-    def specs(self, params: tree.Tree) -> Any:
-        """How parameters lie: each by its own spec, split by those axes alone by which the layout splits its letters."""
-        return tree.map(self._of_parameter, params.specs())
+    def specs(self, params: tree.Tree, cfg: Any) -> Any:
+        """How parameters lie: each by its own spec, split by those axes alone by which the layout splits its letters.
+
+        A tree as `cut` and `sum_gradients` take it. cfg: the parameters' config, which has the sizes.
+        """
+        sizes = tree.sizes_of(params, cfg)
+        specs = tree.paths(params.specs())
+        new = {path: Sized(self._of_parameter(text), sizes[path]) for path, text in specs.items()}
+        return tree.replace(params, new)
 
     # What `simulate` needs.
 
@@ -232,11 +239,13 @@ class Sharded:
         """How each argument is split, None for what every rank gets whole."""
         heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads))
-        return {name: self._in_spec(name, x, edges) for name, x in named.items()}
+        specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
+        for name, x in named.items():
+            if isinstance(x, tree.Tree) and "cfg" in named:
+                specs[name] = self.specs(x, named["cfg"])
+        return specs
 
     def _in_spec(self, name: str, x: Any, edges: Mapping[str, tuple[str, ...]]) -> Any:
-        if isinstance(x, tree.Tree):
-            return self.specs(x)
         if isinstance(x, (tuple, list)) and name in edges and name not in whole.NAMES:
             return type(x)(self._in_spec(name, each, edges) for each in x)
         if not isinstance(x, Tensor):
@@ -252,14 +261,14 @@ class Sharded:
         dims = tuple((replace(d[0], axes=()),) if i in one else d for i, d in enumerate(spec.dims))
         return str(replace(spec, dims=dims, text="", start=0))
 
-    def _of_parameter(self, text: str) -> str:
+    def _of_parameter(self, text: str) -> Spec:
         """A parameter's spec with those axes alone that the layout knows of its letters."""
         spec = parse(text)
         dims = tuple(
             tuple(replace(a, axes=tuple(x for x in a.axes if x in self.layout.split(a.name))) for a in dim)
             for dim in spec.dims
         )
-        return str(Spec(dims, spec.partial))
+        return parse(str(Spec(dims, spec.partial)))
 
     def out_specs(self, result: Any) -> Any:
         """How the result is split: as the last edge that the function passes itself."""

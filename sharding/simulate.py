@@ -80,7 +80,8 @@ def simulate(
         ]
         tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
         ports = enter(tensors, mesh, sizes)
-        bound = {letter: size for port in ports for letter, size in port.sizes.items()} or dict(sizes)
+        alike = [port.sizes for port, leaf in zip(ports, tensors, strict=True) if leaf.sizes is None]
+        bound = alike[0] if alike else sizes
         structure = tree.structure(args)
 
         def body(shards: Sequence[Tensor], at: Mesh) -> tuple[list[Leaf], Any]:

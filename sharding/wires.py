@@ -245,4 +245,4 @@ def _call(group: list[_Edge], xs: tuple[Tensor, ...]) -> Any:
 
 
 def _resolved(layout: Layout, mesh: Mesh, heads: tuple[int, int] | None) -> rules.Edges:
-    return rules.resolve(layout.name, layout.chains, mesh.axes, heads)
+    return rules.of_rows(rules.resolve(layout.name, layout.chains, mesh.axes, heads))
