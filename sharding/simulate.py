@@ -109,13 +109,13 @@ def _sharded(fn: Sharded, mesh: Mesh, **options: Any) -> Callable[..., Any]:
         raise SpecError(f"simulate: the function is sharded over {fn.mesh}, and this mesh is {mesh}", fix="one mesh")
 
     def simulated(*args: Any, **kwargs: Any) -> Any:
-        names, named = list(kwargs), fn.named(args, kwargs)
+        names, count, named = list(kwargs), len(args), fn.named(args, kwargs)
         specs = fn.in_specs(named)
-        positional = [specs[name] for name in list(named)[: len(args)]]
+        positional = [specs[name] for name in list(named)[:count]]
         order = (*positional, *(specs[name] for name in names))
 
         def body(*values: Any, mesh: Mesh) -> Any:
-            return fn(*values[: len(args)], mesh=mesh, **dict(zip(names, values[len(args) :], strict=True)))
+            return fn(*values[:count], mesh=mesh, **dict(zip(names, values[count:], strict=True)))
 
         known = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"}
         return simulate(body, mesh, order, fn.out_specs, **options, **known)(*args, *kwargs.values())
