@@ -58,6 +58,7 @@ class ProcessGroup:
         rank = ranks.index(dist.get_rank())
         self.check = check
         self.members: dict[tuple[str, ...], int] = {}
+        self.place: dict[tuple[str, ...], int] = {}  # of this rank among them
         self.names: dict[tuple[str, ...], str] = {}
         self.groups: dict[tuple[str, ...], Any] = {}
         made: dict[tuple[int, ...], Any] = {}
@@ -69,6 +70,7 @@ class ProcessGroup:
                 group = made[members]
                 for order in itertools.permutations(axes):
                     self.members[order], self.groups[order] = len(members), group
+                    self.place[order] = members.index(ranks[rank])
                     self.names[order] = "" if group is None else group.group_name
         self.mesh = plain.at(rank, self)
 
@@ -94,7 +96,7 @@ class ProcessGroup:
         n = self.members[axes]
         if _equal(counts) and x.dtype in _SUMMED and x.device.type != "cpu":
             return self._run("reduce-scatter", _reduce_scatter, x, (n,), axes, call)
-        mine = counts[self.mesh.ranks(axes, self.mesh.rank).index(self.mesh.rank)]
+        mine = counts[self.place[axes]]
         how = (_scaled(x, [mine] * n), _scaled(x, counts))
         return self._run("reduce-scatter", _all_to_all, x, how, axes, call, blocks=n)
 

@@ -155,10 +155,15 @@ def noted(ys: tuple[Tensor, ...], mesh: Mesh) -> tuple[Tensor, ...]:
 
 def exchanged(xs: Sequence[Tensor], moves: Moves, backs: Moves, call: Call, mesh: Mesh) -> tuple[Tensor, ...]:
     """Launch and wait at once: several tensors in one collective, where their moves are of one kind and group."""
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+    if (
+        torch.compiler.is_compiling() and not needed
+    ):  # Dynamo would count the arguments of forward, which are any number
+        return finish(start(xs, moves, call, mesh))
     if torch.compiler.is_compiling() or transform_level():
         return cast(tuple[Tensor, ...], _Exchange.apply(moves, backs, call, mesh, *xs))
     # A tangent of forward mode goes there too, to be refused: collectives would drop it.
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in xs)) or any(map(_has_tangent, xs)):
+    if needed or any(map(_has_tangent, xs)):
         return cast(tuple[Tensor, ...], _Eager.apply(moves, backs, call, mesh, *xs))
     return finish(start(xs, moves, call, mesh))
 

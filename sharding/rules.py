@@ -19,7 +19,19 @@ from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
 from .spec import Spec, parse
 
-__all__ = ["LocalHeads", "check", "cut", "gathered", "heads", "letters", "of_rows", "place", "resolve", "tokens"]
+__all__ = [
+    "LocalHeads",
+    "batch",
+    "check",
+    "cut",
+    "gathered",
+    "heads",
+    "letters",
+    "of_rows",
+    "place",
+    "resolve",
+    "tokens",
+]
 
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
@@ -207,6 +219,13 @@ def tokens(text: str) -> str:
 def rows(text: str) -> str:
     """The spec of the batch alone."""
     return str(next(atom for atom in parse(text).atoms if atom.name == "B"))
+
+
+@constant
+def batch(text: str) -> tuple[int, int]:
+    """Which dimension the batch is, -1 for none, and how many there are."""
+    dims = parse(text).dims
+    return next((i for i, dim in enumerate(dims) if dim[0].name == "B"), -1), len(dims)
 
 
 @constant

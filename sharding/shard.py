@@ -205,9 +205,8 @@ class Sharded:
         """How many rows of the batch this rank has."""
         for name, x in named.items():
             if isinstance(x, Tensor) and name in self.chains:
-                spec = parse(self.chains[name][0])
-                at = next((i for i, dim in enumerate(spec.dims) if dim[0].name == "B"), None)
-                if at is not None and x.dim() == len(spec.dims):
+                at, dims = rules.batch(self.chains[name][0])
+                if at >= 0 and x.dim() == dims:
                     return x.shape[at]
         raise TypeError(f"{self.name}: no argument whose batch the layout knows")
 

@@ -6,6 +6,7 @@ What is received at once and goes the same way over the same axes is packed into
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from . import documents, rules, shards
 from .errors import SpecError
 from .exchange import local
 from .layouts import Layout
-from .mesh import Mesh
+from .mesh import Axes, Mesh, ranks_of
 from .moves import Planned
 from .reshard import Flight, call_of, check_transport, exchanged, noted, planned
 from .shards import Ranges
@@ -38,11 +39,13 @@ class LayoutWire:
 
     layout: Layout
     mesh: Mesh
+    axes: Axes
+    rank: int
     sizes: Mapping[str, int]
+    edges: Mapping[str, tuple[str, ...]]
     whole: Mapping[str, Tensor | None] = field(default_factory=dict)
     cu: tuple[int, ...] | None = None
     ordered: bool = True
-    edges: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sight: documents.Sight = (False, None)
     device: Any = None
 
@@ -51,7 +54,11 @@ class LayoutWire:
     @staticmethod
     def of(layout: Layout, mesh: Mesh, sizes: Mapping[str, int], **rest: Any) -> LayoutWire:
         """The wire before a layer has said what it is."""
-        return LayoutWire(layout, mesh, sizes, edges=dict(_resolved(layout, mesh, None)), **rest)
+        # As constants, also where a compiler takes them for sizes that may change.
+        axes = tuple((axis, operator.index(n)) for axis, n in mesh.axes)
+        known = {letter: operator.index(n) for letter, n in sizes.items()}
+        edges = dict(_resolved(layout, axes, None))
+        return LayoutWire(layout, mesh, axes, operator.index(mesh.rank), known, edges, **rest)
 
     def layer(self, *, H: int, K: int, causal: bool, window: int | None) -> LayoutWire:  # noqa: N803
         """Raises `SpecError` where the layout was made for other heads, or cannot hold these."""
@@ -63,13 +70,15 @@ class LayoutWire:
                     known=shards.known(self.sizes), mesh=str(self.mesh),
                     fix=f"shard(..., {letter}={count}), or without it where layers differ",
                 )  # fmt: skip
+        H, K = operator.index(H), operator.index(K)
         sizes = {**self.sizes, "H": H, "K": K, "G": H // K if K else 1}
-        edges = dict(_resolved(self.layout, self.mesh, (H, K)))
-        return replace(self, sizes=sizes, edges=edges, sight=(causal, window))
+        edges = dict(_resolved(self.layout, self.axes, (H, K)))
+        sight = (causal, None if window is None else operator.index(window))
+        return replace(self, sizes=sizes, edges=edges, sight=sight)
 
     def heads(self) -> Heads:
         sizes = tuple((letter, self.sizes[letter]) for letter in "HKG")
-        found = rules.heads(self.edges["q"][-1], self.mesh.axes, self.mesh.rank, sizes)
+        found = rules.heads(self.edges["q"][-1], self.axes, self.rank, sizes)
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
         return Heads(found.offset, found.local, index)
 
@@ -111,7 +120,7 @@ class LayoutWire:
         """What of a whole value of a layer's tokens, `B S`, comes in with this rank's shard."""
         text = next(self.edges[name][0] for name in ("tokens", "x", "q") if name in self.edges)
         pairs = tuple((letter, n) for letter, n in self.sizes.items() if letter == "S")
-        for _, _, _, ranges in rules.cut(rules.tokens(text), self.mesh.axes, self.mesh.rank, pairs):
+        for _, _, _, ranges in rules.cut(rules.tokens(text), self.axes, self.rank, pairs):
             x = shards.select(x, 1, ranges)
         return x
 
@@ -174,7 +183,7 @@ class LayoutWire:
         chain = self.edges[name]
         axes = rules.gathered(chain)
         return documents.of_group(
-            self.edges["q"][-1], self.mesh.axes, self.mesh.ranks(axes, self.mesh.rank), self.sizes["S"],
+            self.edges["q"][-1], self.axes, ranks_of(self.axes, axes, self.rank), self.sizes["S"],
             self.cu or (0, self.sizes["S"]), self.sight,
         ) if axes else None  # fmt: skip
 
@@ -184,7 +193,7 @@ class LayoutWire:
             return None
         size = self.sizes["S"]
         (found,) = documents.of_group(
-            self.edges["q"][-1], self.mesh.axes, (self.mesh.rank,), size, self.cu or (0, size), self.sight
+            self.edges["q"][-1], self.axes, (self.rank,), size, self.cu or (0, size), self.sight
         )
         return None if found == ((0, size),) else found
 
@@ -198,7 +207,7 @@ class LayoutWire:
                 return x
             keys, dim = self.keys(), rules.place(self.edges[name][-1], "S")
             return x if keys is None else shards.select(x, dim, keys)
-        cut = rules.cut(self.edges[name][-1], self.mesh.axes, self.mesh.rank, _pairs(self.sizes))
+        cut = rules.cut(self.edges[name][-1], self.axes, self.rank, _pairs(self.sizes))
         for dim, letter, size, ranges in cut:
             found = self.keys() if letter == "T" else ranges
             if found is not None and x.shape[dim] == size:  # else it is 1, for all alike
@@ -244,5 +253,5 @@ def _call(group: list[_Edge], xs: tuple[Tensor, ...]) -> Any:
     return call_of(xs, text, tuple(edge.name for edge in group))
 
 
-def _resolved(layout: Layout, mesh: Mesh, heads: tuple[int, int] | None) -> rules.Edges:
-    return rules.of_rows(rules.resolve(layout.name, layout.chains, mesh.axes, heads))
+def _resolved(layout: Layout, axes: Axes, heads: tuple[int, int] | None) -> rules.Edges:
+    return rules.of_rows(rules.resolve(layout.name, layout.chains, axes, heads))
