@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ class Ranking(tuple[Choice, ...]):
             numbers = (f"{c.exchanges * 1e3:.3g} ms", f"{c.core * 1e3:.3g} ms", f"{c.peak:,}") if c.plan else ("-",) * 3
             rows.append((c.layout.name, *numbers, c.why))
         model = (
-            "exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward; "
+            "exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward\n"
             "core: 3 x flops of the busiest rank"
         )
         return "\n".join([*columns(rows, [False, True, True, True, False]), model])
@@ -134,7 +135,9 @@ def best(layouts: Sequence[Layout], mesh: Mesh, sizes: Mapping[str, int], costs:
         try:
             made = plan(layout, mesh, **sizes, **options)
         except SpecError as error:
-            found.append(Choice(layout, 0.0, 0.0, 0, str(error).splitlines()[0], None))
+            found.append(
+                Choice(layout, 0.0, 0.0, 0, textwrap.shorten(str(error).splitlines()[0], 90, placeholder=" ..."), None)
+            )
             continue
         exchanges = sum(costs.seconds(e.axes, max(e.sends[1], e.receives[1])) for e in made.exchanges)
         found.append(Choice(layout, exchanges, 3 * made.flops[1] / costs.flops, made.peak, _why(made), made))

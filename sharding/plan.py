@@ -7,6 +7,8 @@ So it cannot differ from what runs, and thousands of ranks plan as fast as a few
 from __future__ import annotations
 
 import itertools
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -84,12 +86,12 @@ class Plan:
         return self.of(rank).bytes
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        yield ("", "", "collective", "sends", "receives", "copies")
+        yield ("", "", "collective", "", "sends", "receives", "copies")
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             for i, e in enumerate(part):
                 over = f"{e.kind} over {'/'.join(e.axes)}"
                 numbers = (_span(e.sends), _span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
-                yield (name if i == 0 else "", ", ".join(e.edges), over, *numbers)
+                yield (name if i == 0 else "", ", ".join(e.edges), over, _moved(e), *numbers)
 
     def _work(self) -> Iterator[tuple[str, ...]]:
         yield ("ranks", "queries", "keys", "heads", "flops", "peak bytes")
@@ -111,12 +113,15 @@ class Plan:
         for name, axes in self.pending:
             sums.setdefault(axes, []).append(name)
         said = [f"{', '.join(names)} a pending sum over {', '.join(axes)}" for axes, names in sums.items() if axes]
-        gradients = "; ".join([f"{', '.join(whole)} whole"] * bool(whole) + said)
-        return [*moved, *orders, f"gradients: {gradients}; parameters over every axis that does not split them"]
+        said = [f"{', '.join(whole)} whole"] * bool(whole) + said
+        gradients = f"gradients: {'; '.join(said)}; parameters over every axis that does not split them"
+        return [
+            line for text in (*moved, *orders, gradients) for line in textwrap.wrap(text, 118, subsequent_indent="    ")
+        ]
 
     def __str__(self) -> str:
         exchanges, work = list(self._rows()), list(self._work())
-        table = [columns(exchanges, [False, False, False, True, True, True]), [""]] if len(exchanges) > 1 else []
+        table = [columns(exchanges, [False] * 4 + [True] * 3), [""]] if len(exchanges) > 1 else []
         rows = columns(work, [False, True, True, True, True, True])
         return "\n".join([self.title, *self.facts, "", *itertools.chain(*table), *rows, "", *self._below()])
 
@@ -127,7 +132,7 @@ class Plan:
         exchanges, work = list(self._rows()), list(self._work())
         return html.figure([
             html.lines([self.title, *self.facts]),
-            html.table(exchanges[0], exchanges[1:], [False] * 3 + [True] * 3),
+            html.table(exchanges[0], exchanges[1:], [False] * 4 + [True] * 3),
             html.table(work[0], work[1:], [False] + [True] * 5),
             html.lines(self._below()),
         ])  # fmt: skip
@@ -161,6 +166,7 @@ def plan(
             fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
         )  # fmt: skip
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
+    rules.complete(layout.name, layout.chains, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     lacking = [name for name in EDGES if name not in edges]
     if lacking:
@@ -198,7 +204,7 @@ def diff(a: Plan, b: Plan) -> str:
     whatever the layouts are called."""
     import difflib
 
-    lines = [str(p).splitlines()[1:] for p in (a, b)]
+    lines = [[re.sub(" {2,}", "  ", line) for line in str(p).splitlines()[1:]] for p in (a, b)]
     if lines[0] == lines[1]:
         return ""
     found = difflib.ndiff(*lines)
@@ -235,6 +241,17 @@ def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:
             first.call.backward,
         ))  # fmt: skip
     return tuple(found)
+
+
+def _moved(exchange: Exchange) -> str:
+    """`S/u -> S, K -> K/u`: what changes of the letters of an exchange."""
+    found: dict[str, None] = {}
+    for pair in exchange.pairs:
+        sides = [parse(text.strip()).atoms for text in pair.split("->")]
+        for a, b in zip(*reversed(sides) if exchange.backward else sides, strict=True):
+            if a != b:
+                found[f"{a} -> {b}"] = None
+    return ", ".join(found)
 
 
 def _ends(values: Any) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ from .spec import Spec, parse
 __all__ = [
     "LocalHeads",
     "batch",
-    "check",
     "cut",
     "gathered",
     "heads",
@@ -53,8 +51,7 @@ def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) 
     """The specs of every edge on a mesh, for a layer of (H, K) heads.
 
     Where there are fewer key/value heads than ranks among which they are dealt, query heads are dealt out instead, and
-    each rank holds the key/value heads that they need. Raises `SpecError` where tokens are split over an axis that
-    nothing uses, where keys stay split, or where there are fewer query heads than ranks.
+    each rank holds the key/value heads that they need. Raises `SpecError` where there are fewer query heads than ranks.
     """
     return _resolve(name, edges, axes, heads)
 
@@ -71,37 +68,9 @@ def _resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None)
     for chain in found.values():
         for spec in chain:
             check_axes(axes, spec)
-    check(name, found, axes)
     if heads is not None and "q" in found and _dealt(name, found["q"], axes, heads):
         found = {edge: [_by_query_head(spec) for spec in chain] for edge, chain in found.items()}
     return tuple((edge, tuple(map(str, chain))) for edge, chain in found.items())
-
-
-def check(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
-    """Raise `SpecError` for a layout that leaves a rank without keys that its queries may see."""
-    used = {axis for chain in edges.values() for spec in chain for axis in spec.axes}
-    for axis, size in axes:
-        if size > 1 and axis in _TOKENS and axis not in used:
-            here = [a for a in _TOKENS if a in used and size_of(axes, a) > 1]
-            fix = f"Mesh without {axis}, or " + (
-                f'hybrid(ulysses="{here[0]}", gather="{axis}")' if here == ["u"] and axis != "u" else
-                f'hybrid(ulysses="{axis}", gather="{here[0]}")' if here and axis == "u" else
-                f"a layout that names {axis}"
-            )  # fmt: skip
-            raise SpecError(
-                f"{name} does not use {axis}={size}, over which tokens are split: each part would attend to itself "
-                "alone",
-                mesh=text_of(axes), fix=fix,
-            )  # fmt: skip
-    for edge in ("k", "v"):
-        for spec in edges.get(edge, [])[-1:]:
-            left = [axis for atom in spec.atoms if atom.name in "ST" for axis in atom.axes if size_of(axes, axis) > 1]
-            if left:
-                raise SpecError(
-                    f"{name}: {edge} stays split over {', '.join(left)}, so a query would see only some of its keys",
-                    str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
-                    fix=f"one more spec for {edge}, in which S is whole",
-                )  # fmt: skip
 
 
 def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -> bool:
@@ -186,6 +155,13 @@ def _runs(index: tuple[int, ...]) -> list[int]:
 
 
 @constant
+def complete(name: str, edges: Edges, axes: Axes) -> bool:
+    """Raise `SpecError` for a layout that leaves a rank without keys that its queries may see: one that does not use an
+    axis over which tokens are split, or that leaves keys split. Such a layout may be a part of another."""
+    return _complete(name, edges, axes)
+
+
+@constant
 def of_rows(edges: Edges) -> Edges:
     """The specs of edges for a rank's own rows of the batch, which no layout moves: how many there are in all is not
     needed."""
@@ -232,6 +208,35 @@ def batch(text: str) -> tuple[int, int]:
 def cut(text: str, axes: Axes, rank: int, sizes: Sizes) -> tuple[tuple[int, str, int, Ranges], ...]:
     """What a rank takes of something whole: for each dimension that is split, its index, letter, size and ranges."""
     return _cut(text, axes, rank, sizes)
+
+
+@functools.lru_cache(256)
+def _complete(name: str, edges: Edges, axes: Axes) -> bool:
+    found = {edge: [parse(text) for text in chain] for edge, chain in edges}
+    used = {axis for chain in found.values() for spec in chain for axis in spec.axes}
+    for axis, size in axes:
+        if size > 1 and axis in _TOKENS and axis not in used:
+            here = [a for a in _TOKENS if a in used and size_of(axes, a) > 1]
+            fix = f"Mesh without {axis}, or " + (
+                f'hybrid(ulysses="{here[0]}", gather="{axis}")' if here == ["u"] and axis != "u" else
+                f'hybrid(ulysses="{axis}", gather="{here[0]}")' if here and axis == "u" else
+                f"a layout that names {axis}"
+            )  # fmt: skip
+            raise SpecError(
+                f"{name} does not use {axis}={size}, over which tokens are split: each part would attend to itself "
+                "alone",
+                mesh=text_of(axes), fix=fix,
+            )  # fmt: skip
+    for edge in ("k", "v"):
+        for spec in found.get(edge, [])[-1:]:
+            left = [axis for atom in spec.atoms if atom.name in "ST" for axis in atom.axes if size_of(axes, axis) > 1]
+            if left:
+                raise SpecError(
+                    f"{name}: {edge} stays split over {', '.join(left)}, so a query would see only some of its keys",
+                    str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
+                    fix=f"one more spec for {edge}, in which S is whole",
+                )  # fmt: skip
+    return True
 
 
 @functools.lru_cache(256)

@@ -121,6 +121,7 @@ class Sharded:
                 f"{self!r} is one rank's function, and its mesh is no rank's own\n"
                 "    fix: simulate(...)(global tensors), or shard(..., ProcessGroup(device_mesh).mesh, ...)"
             )
+        rules.complete(self.layout.name, self.layout.chains, at.axes)
         return self._layer(at, args, kwargs) if self.is_layer else self._core(at, *args, **kwargs)
 
     def _core(self, at: Mesh, q: Tensor, k: Tensor, v: Tensor, /, **given: Any) -> Tensor:
@@ -236,6 +237,7 @@ class Sharded:
 
     def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """How each argument is split, None for what every rank gets whole."""
+        rules.complete(self.layout.name, self.layout.chains, self.mesh.axes)
         heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads))
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
