@@ -75,9 +75,8 @@ def simulate(
                 f"simulate: {len(args)} arguments, but in_specs has {len(specs)}", fix="one spec an argument"
             )
         check_signature(fn, args, mesh)
-        leaves = [
-            leaf for i, (a, s) in enumerate(zip(args, specs, strict=True)) for leaf in matched(a, s, f"args[{i}]")
-        ]
+        called = getattr(fn, "argument_names", None) or [f"args[{i}]" for i in range(len(args))]
+        leaves = [leaf for a, s, name in zip(args, specs, called, strict=True) for leaf in matched(a, s, name)]
         tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
         ports = enter(tensors, mesh, sizes)
         alike = [port.sizes for port, leaf in zip(ports, tensors, strict=True) if leaf.sizes is None]
@@ -117,6 +116,7 @@ def _sharded(fn: Sharded, mesh: Mesh, **options: Any) -> Callable[..., Any]:
         def body(*values: Any, mesh: Mesh) -> Any:
             return fn(*values[:count], mesh=mesh, **dict(zip(names, values[count:], strict=True)))
 
+        body.argument_names = [*list(named)[:count], *names]  # type: ignore[attr-defined]
         known = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"}
         return simulate(body, mesh, order, fn.out_specs, **options, **known)(*args, *kwargs.values())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import documents
 from .layouts import Layout
 
-__all__ = ["NAMES", "Whole", "take"]
+__all__ = ["NAMES", "Whole", "check_heads", "take"]
 
 # Arguments that every rank gets whole.
 NAMES = ("positions", "q_positions", "k_positions", "segment_ids", "cu_seqlens", "mask")
@@ -98,6 +98,12 @@ def _on(name: str, x: Tensor, device: torch.device) -> None:
 
 def _numbers(x: Tensor) -> str:
     return " ".join(str(int(n)) for n in x.shape) or "(a scalar)"
+
+
+def check_heads(mask: Tensor | None, heads: int) -> None:
+    """Raise `ValueError` for a mask of other heads than a layer has."""
+    if mask is not None and mask.shape[1] not in (1, heads):
+        raise ValueError(f"mask {_numbers(mask)}: B|1 H|1 S S is needed, and the layer has H={heads} query heads")
 
 
 def _mask(mask: Any, tokens: int, rows: int, device: torch.device) -> Tensor | None:

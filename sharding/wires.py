@@ -24,6 +24,7 @@ from .moves import Planned
 from .reshard import Flight, call_of, check_transport, exchanged, noted, planned
 from .shards import Ranges
 from .steps import COLLECTIVES
+from .whole import check_heads
 
 __all__ = ["LayoutWire"]
 
@@ -71,6 +72,7 @@ class LayoutWire:
                     fix=f"shard(..., {letter}={count}), or without it where layers differ",
                 )  # fmt: skip
         H, K = operator.index(H), operator.index(K)
+        check_heads(self.whole.get("mask"), H)
         sizes = {**self.sizes, "H": H, "K": K, "G": H // K if K else 1}
         edges = dict(_resolved(self.layout, self.axes, (H, K)))
         sight = (causal, None if window is None else operator.index(window))
