@@ -86,15 +86,19 @@ class Layout:
         return plan(self, mesh, **sizes)
 
     def __str__(self) -> str:
-        rows, quiet = [], []
+        rows, quiet = [], {"stay as they come": [], "whole on every rank": []}
         for name, chain in self.chains:
             specs = [parse(text) for text in chain]
             if len(specs) == 1 and name not in ("q", "k", "v", "o", "x"):
-                quiet.append(name)
+                quiet["whole on every rank" if name in _WHOLE else "stay as they come"].append(name)
                 continue
-            rows.append((f"  {name}", " -> ".join(chain), _note(name, specs)))
-        more = textwrap.wrap(f"{', '.join(quiet)}: stay as they come", 100) if quiet else []
-        return "\n".join([self.name, *columns(rows, [False] * 3), *(f"  {line}" for line in more)])
+            note = _note(name, specs)
+            if self.exchange == "needed" and name in ("k", "v"):
+                note = note.replace("all-gather", "only what is needed, all-to-all")
+            rows.append((f"  {name}", " -> ".join(chain), note))
+        more = [f"{', '.join(names)}: {what}" for what, names in quiet.items() if names]
+        wrapped = [f"  {line}" for text in more for line in textwrap.wrap(text, 100)]
+        return "\n".join([self.name, *columns(rows, [False] * 3), *wrapped])
 
     def __repr__(self) -> str:
         return str(self)
