@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     labels: Tensor
     positions: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # which tuples have as a method
 
 
 def shard_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import textwrap
 import time
@@ -14,7 +15,7 @@ import torch
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh
-from .plan import Plan, plan
+from .plan import Plan
 from .reshard import reshard
 from .show import columns
 
@@ -53,9 +54,9 @@ def measure(mesh: Mesh, *, device: Any = "cpu", nbytes: int = 2**22, dtype: torc
         n = mesh[axis]
         times = []
         for each in (1, max(1, nbytes // (size * n * n))):
-            x = torch.zeros(n, n * each, dtype=dtype, device=device)[:1]
-            pair = f"S/{axis} D -> S D/{axis}"
-            times.append(_median(lambda x=x, pair=pair, n=n: reshard(x, pair, mesh, S=n), device))
+            x = torch.zeros(1, n * each, dtype=dtype, device=device)
+            run = functools.partial(reshard, x, f"S/{axis} D -> S D/{axis}", mesh, S=n)
+            times.append(_median(run, device))
         sent = (n - 1) * size * max(1, nbytes // (size * n * n))
         found += [times[0], max(times[1] - times[0], 1e-9) / sent]
     a = torch.randn(512, 512, dtype=dtype, device=device)
@@ -133,7 +134,7 @@ def best(layouts: Sequence[Layout], mesh: Mesh, sizes: Mapping[str, int], costs:
     found = []
     for layout in layouts:
         try:
-            made = plan(layout, mesh, **sizes, **options)
+            made = layout.plan(mesh, **sizes, **options)
         except SpecError as error:
             found.append(
                 Choice(layout, 0.0, 0.0, 0, textwrap.shorten(str(error).splitlines()[0], 90, placeholder=" ..."), None)

@@ -86,7 +86,8 @@ class Layout:
         return plan(self, mesh, **sizes)
 
     def __str__(self) -> str:
-        rows, quiet = [], {"stay as they come": [], "whole on every rank": []}
+        rows: list[tuple[str, str, str]] = []
+        quiet: dict[str, list[str]] = {"stay as they come": [], "whole on every rank": []}
         for name, chain in self.chains:
             specs = [parse(text) for text in chain]
             if len(specs) == 1 and name not in ("q", "k", "v", "o", "x"):

@@ -98,8 +98,8 @@ class Plan:
         found: dict[tuple[str, ...], list[int]] = {}
         for r in self.classes:
             heads = f"{r.heads} reading {r.kv_heads}"
-            row = (str(r.queries), str(r.keys), heads, f"{r.flops:,}", f"{r.peak:,}")
-            found.setdefault(row, []).extend(r.ranks)
+            facts = (str(r.queries), str(r.keys), heads, f"{r.flops:,}", f"{r.peak:,}")
+            found.setdefault(facts, []).extend(r.ranks)
         for row, ranks in itertools.islice(found.items(), RANGES):
             yield (ranks_text(sorted(ranks)), *row)
         if len(found) > RANGES:
@@ -207,7 +207,7 @@ def diff(a: Plan, b: Plan) -> str:
     lines = [[re.sub(" {2,}", "  ", line) for line in str(p).splitlines()[1:]] for p in (a, b)]
     if lines[0] == lines[1]:
         return ""
-    found = difflib.ndiff(*lines)
+    found = difflib.ndiff(lines[0], lines[1])
     return "\n".join([f"- {a.title}", f"+ {b.title}", *(line.rstrip() for line in found if line[0] in "-+")])
 
 

@@ -24,6 +24,8 @@ __all__ = ["EDGES", "Rank", "rehearse"]
 
 EDGES = ("q", "k", "v", "o")
 
+Work = tuple[int, int, int]  # queries, keys, pairs of the two that see each other
+
 
 class Rank(NamedTuple):
     """What ranks of one class do. queries, keys: tokens that the core sees, of so many heads. flops: of the pairs of a
@@ -59,7 +61,7 @@ def rehearse(
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     cu = cu or (0, sizes["S"])
     work, needs = _work_of(edges, mesh, sizes, sight, cu), _needs_of(edges, mesh, sizes, layout, sight, cu)
-    alike: dict[object, dict[object, list[int]]] = {}
+    alike: dict[object, dict[Work, list[int]]] = {}
     keys = _keys(edges, mesh.axes, sizes)
     for rank in range(mesh.size):
         exchanged = (tuple(key(rank) for key in keys), needs(rank))
@@ -88,9 +90,6 @@ def _keys(edges: Mapping[str, tuple[str, ...]], axes: Axes, sizes: Mapping[str, 
 
             found.append(key_of(left, parse(b), one_step(text, axes), sizes, axes, move))
     return found
-
-
-Work = tuple[int, int, int]  # queries, keys, pairs of the two that see each other
 
 
 def _work_of(

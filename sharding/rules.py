@@ -16,7 +16,7 @@ from .constant import constant
 from .errors import SpecError
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
-from .spec import Spec, parse
+from .spec import Atom, Spec, parse
 
 __all__ = [
     "LocalHeads",
@@ -123,7 +123,7 @@ def _axes_of_heads(spec: Spec) -> tuple[str, ...]:
 
 def _by_query_head(spec: Spec) -> Spec:
     """`(K/u G)` as `H/u`, and `K/u` as `K@H/u`."""
-    dims = []
+    dims: list[tuple[Atom, ...]] = []
     for dim in spec.dims:
         names = [atom.name for atom in dim]
         if names == ["K", "G"]:

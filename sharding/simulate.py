@@ -80,7 +80,7 @@ def simulate(
         tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
         ports = enter(tensors, mesh, sizes)
         alike = [port.sizes for port, leaf in zip(ports, tensors, strict=True) if leaf.sizes is None]
-        bound = alike[0] if alike else sizes
+        bound = dict(alike[0] if alike else sizes)
         structure = tree.structure(args)
 
         def body(shards: Sequence[Tensor], at: Mesh) -> tuple[list[Leaf], Any]:
@@ -117,7 +117,7 @@ def _sharded(fn: Sharded, mesh: Mesh, **options: Any) -> Callable[..., Any]:
             return fn(*values[:count], mesh=mesh, **dict(zip(names, values[count:], strict=True)))
 
         body.argument_names = [*list(named)[:count], *names]  # type: ignore[attr-defined]
-        known = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"}
+        known: dict[str, Any] = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"}
         return simulate(body, mesh, order, fn.out_specs, **options, **known)(*args, *kwargs.values())
 
     return simulated
