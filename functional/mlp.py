@@ -78,6 +78,7 @@ def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Ten
     """x `B S D` -> `B S D`."""
     check_presence("mlp", params, cfg)
     check_shapes("mlp", {"D": cfg.hidden_size}, x=(x, "B S D"), up=(params.up, "F D"), down=(params.down, "D F"))
+    wire = wire.layer(F=cfg.intermediate_size)
     x = wire.pass_(x=x)
     norm_weight, options = norm_in_front(params.norm, cfg.norm)
     options["activation"] = cfg.hidden_act

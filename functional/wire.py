@@ -37,8 +37,9 @@ class Wire(Protocol):
         """Whether anything may move. Then a layer sends what it has as early as it can, and computes on meanwhile."""
         ...
 
-    def layer(self, *, H: int, K: int, causal: bool, window: int | None) -> Wire:  # noqa: N803
-        """The wire of a layer with H query and K key/value heads in all, whose queries see keys by these rules."""
+    def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> Wire:
+        """The wire of a layer whose letters have these sizes in all (H, K, F), and whose queries see keys by these
+        rules."""
         ...
 
     def heads(self) -> Heads:
@@ -67,7 +68,7 @@ class Identity:
 
     moves = False
 
-    def layer(self, *, H: int, K: int, causal: bool, window: int | None) -> Identity:  # noqa: N803
+    def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> Identity:
         return self
 
     def heads(self) -> Heads:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 __all__ = ["constant"]
 
-F = TypeVar("F", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def constant(fn: F) -> F:
-    """Dynamo calls the function with the constants that it has and keeps the result, a tuple of constants, as
-    `torch.compiler.assume_constant_result` would make it do; that one imports the compiler, which takes two seconds."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
+def constant(fn: Callable[P, R]) -> Callable[P, R]:
+    """A pure function of hashable constants, worked out once for each; the last few thousand are kept.
+
+    Dynamo calls it with the constants that it has and keeps the result, a tuple of constants, as
+    `torch.compiler.assume_constant_result` would make it do; that one imports the compiler, which takes two seconds.
+    """
+    cached = functools.lru_cache(4096)(fn)
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return cached(*args, **kwargs)
+
+    call.cache_info = cached.cache_info  # type: ignore[attr-defined]
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call

@@ -13,17 +13,12 @@ from .errors import SpecError
 from .mesh import Axes, size_of, text_of
 from .spec import parse
 
-__all__ = ["call", "check", "fitted", "knows_causality"]
+__all__ = ["call", "check", "fitted"]
 
 
 def _takes(core: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(core).parameters.values()
     return any(p.kind is p.VAR_KEYWORD or p.name == name for p in parameters)
-
-
-def knows_causality(core: Callable[..., Any]) -> bool:
-    """Whether a core says itself where positions matter: by arguments causal and window."""
-    return "causal" in inspect.signature(core).parameters
 
 
 def check(core: Callable[..., Any], name: str, layout: str, queries: str, axes: Axes) -> None:

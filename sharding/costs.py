@@ -35,10 +35,10 @@ class Costs:
 
     def seconds(self, axes: Sequence[str], sent: int) -> float:
         """Of one exchange over axes; of several, the slowest counts."""
-        known = [axis for axis in axes if axis in self.latency]
-        if not known:
-            raise ValueError(f"costs of {'/'.join(axes)} are not known     known: {', '.join(self.latency) or 'none'}")
-        return max(self.latency[axis] + sent / self.bandwidth[axis] for axis in known)
+        unknown = [axis for axis in axes if axis not in self.latency]
+        if unknown:
+            raise ValueError(f"costs of {unknown[0]} are not known     known: {', '.join(self.latency) or 'none'}")
+        return max(self.latency[axis] + sent / self.bandwidth[axis] for axis in axes)
 
 
 def measure(mesh: Mesh, *, device: Any = "cpu", nbytes: int = 2**22, dtype: torch.dtype = torch.float32) -> Costs:

@@ -6,7 +6,6 @@ other one needs.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -119,13 +118,6 @@ def of_group(
     text: str, axes: Axes, ranks: tuple[int, ...], size: int, cu: Boundaries, sight: Sight
 ) -> tuple[Ranges, ...]:
     """For each of these ranks the keys that its queries need. text: the spec of the queries."""
-    return _of_group(text, axes, ranks, size, cu, sight)
-
-
-@functools.lru_cache(1024)
-def _of_group(
-    text: str, axes: Axes, ranks: tuple[int, ...], size: int, cu: Boundaries, sight: Sight
-) -> tuple[Ranges, ...]:
     atom = next(atom for atom in parse(text).atoms if atom.name == "S")
     return tuple(needed(shards.held(atom, {"S": size}, axes, coordinates(axes, r)), cu, sight) for r in ranks)
 

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .plan import Plan
 
-__all__ = ["Layout", "all_gather", "compose", "hybrid", "ulysses"]
+__all__ = ["WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
 
 # Edge -> its specs, as text: constants, which trace.
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
 Exchange = Literal["all", "needed"]
+
+# Edges that hold what every rank has whole, and cuts itself.
+WHOLE = ("q_positions", "k_positions", "q_segment_ids", "k_segment_ids", "mask")
 
 # Edges that leave a layer: where layouts are composed, the inner one moves them first.
 OUTBOUND = ("o", "out", "h", "logits", "loss")
@@ -43,14 +46,18 @@ class Layout:
     argument of that name comes in, the last how the stage behind it sees it. What is whole in the first spec of
     `q_positions`, `k_positions`, `q_segment_ids`, `k_segment_ids` and `mask` is cut, not moved: every rank has all of
     it. Key tokens are `T` there.
-    overlap: what a layer sends early is launched at once. exchange: "all" gathers every key; "needed" sends those that
-    some query of the receiver may see (by causality, window and documents). Either way only these are attended to.
+    overlap: what a layer sends early is launched at once. keys: the edges that hold a row for each key token. exchange:
+    "all" gathers every key; "needed" sends those that some query of the receiver may see (by causality, window and
+    documents). Either way only these are attended to.
+
+    An edge of a part of a layer may be named with it, `"attention.q"`; else one rule serves all parts.
     """
 
     name: str
     edges: Mapping[str, str] | Edges
     overlap: bool = False
     exchange: Exchange = "all"
+    keys: tuple[str, ...] = ("k", "v")
     chains: Edges = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +65,13 @@ class Layout:
             raise ValueError(f'{self.name}: exchange={self.exchange!r}; it is "all" or "needed"')
         given = self.edges.items() if isinstance(self.edges, Mapping) else self.edges
         found = tuple((name, _chain(specs)) for name, specs in given)
+        for edge, chain in found:
+            steps_to_gather = len(gathers(chain))
+            if edge in self.keys and self.exchange == "needed" and steps_to_gather > 1:
+                raise SpecError(
+                    f'{self.name}: exchange="needed" gathers {edge} in one step, and this takes {steps_to_gather}',
+                    " -> ".join(chain), fix='one spec in which all of S is split, then one in which none is',
+                )  # fmt: skip
         object.__setattr__(self, "edges", found)
         object.__setattr__(self, "chains", found)
 
@@ -91,10 +105,10 @@ class Layout:
         for name, chain in self.chains:
             specs = [parse(text) for text in chain]
             if len(specs) == 1 and name not in ("q", "k", "v", "o", "x"):
-                quiet["whole on every rank" if name in _WHOLE else "stay as they come"].append(name)
+                quiet["whole on every rank" if name in WHOLE else "stay as they come"].append(name)
                 continue
             note = _note(name, specs)
-            if self.exchange == "needed" and name in ("k", "v"):
+            if self.exchange == "needed" and name in self.keys:
                 note = note.replace("all-gather", "only what is needed, all-to-all")
             rows.append((f"  {name}", " -> ".join(chain), note))
         more = [f"{', '.join(names)}: {what}" for what, names in quiet.items() if names]
@@ -114,14 +128,21 @@ def _chain(specs: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(str(spec) for spec, _ in itertools.groupby(found))
 
 
-_WHOLE = ("q_positions", "k_positions", "q_segment_ids", "k_segment_ids", "mask")
+def gathers(chain: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The axes of each step of an edge in which tokens lose axes that nothing else gains."""
+    found = []
+    for a, b in itertools.pairwise(map(parse, chain)):
+        before, after = (next((atom.axes for atom in s.atoms if atom.name == "S"), ()) for s in (a, b))
+        lost = tuple(axis for axis in before if axis not in after and axis not in b.axes)
+        found += [lost] if lost else []
+    return found
 
 
 def _note(name: str, specs: list[Spec]) -> str:
     """What happens to an edge."""
     if len(specs) == 1:
         return "stays"
-    if name in _WHOLE:
+    if name in WHOLE:
         return "whole on every rank, then a slice"
     found = [step for a, b in itertools.pairwise(specs) for step in steps(a, b)]
     return ", then ".join("a slice" if s.kind == "slice" else f"{s.kind} over {'/'.join(s.axes)}" for s in found)
@@ -239,7 +260,8 @@ def compose(outer: Layout, inner: Layout) -> Layout:
     exchange = "needed" if "needed" in (outer.exchange, inner.exchange) else "all"
     name = f"{outer.name} around {inner.name}"
     edges = tuple((edge, chain) for edge, chain in found.items())
-    return Layout(name, edges, outer.overlap or inner.overlap, cast(Exchange, exchange))
+    keys = tuple(dict.fromkeys((*outer.keys, *inner.keys)))
+    return Layout(name, edges, outer.overlap or inner.overlap, cast(Exchange, exchange), keys)
 
 
 def _merged(outer: Spec, inner: Spec) -> Spec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,11 @@ Axes = tuple[tuple[str, int], ...]
 def size_of(axes: Axes, axis: str) -> int:
     """The size of an axis that `check_axes` let through."""
     return dict(axes).get(axis, 1)
+
+
+def constant_axes(mesh: Mesh) -> Axes:
+    """The axes of a mesh as constants, also where a compiler takes their sizes for numbers that may change."""
+    return tuple((axis, operator.index(size)) for axis, size in mesh.axes)
 
 
 def coordinates(axes: Axes, rank: int) -> dict[str, int]:

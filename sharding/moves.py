@@ -6,7 +6,6 @@ arithmetic on every rank; it traces. Every move is linear, and its adjoint is th
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -87,29 +86,6 @@ def adjoint(m: Move) -> Move:
 @constant
 def reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int) -> tuple[int, ...]:
     """The dimensions of the tensor whose own size the move needs, since it is whole and was not given."""
-    return _reads(text, axes, sizes, ndim)
-
-
-@constant
-def move(
-    text: str,
-    axes: Axes,
-    rank: int,
-    sizes: tuple[tuple[str, int], ...],
-    ndim: int,
-    read: tuple[tuple[int, int], ...],
-    needed: tuple[Ranges, ...] | None = None,
-) -> Planned:
-    """One rank's move. sizes: global, by letter. read: (dimension, local size) of those that `reads` names.
-
-    needed: of an all-gather, which ranges of the result each member of the group wants, instead of all.
-    Raises `SpecError`: the same on every rank, unless the rank's own tensor is what does not fit.
-    """
-    return _planned(text, axes, rank, sizes, ndim, read, needed)
-
-
-@functools.lru_cache(4096)
-def _reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int) -> tuple[int, ...]:
     left, right = parse_pair(text)
     check_axes(axes, left)
     check_axes(axes, right)
@@ -134,16 +110,21 @@ def _reads(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], ndim: int)
     )
 
 
-@functools.lru_cache(4096)
-def _planned(
+@constant
+def move(
     text: str,
     axes: Axes,
     rank: int,
     sizes: tuple[tuple[str, int], ...],
     ndim: int,
     read: tuple[tuple[int, int], ...],
-    needed: tuple[Ranges, ...] | None,
+    needed: tuple[Ranges, ...] | None = None,
 ) -> Planned:
+    """One rank's move. sizes: global, by letter. read: (dimension, local size) of those that `reads` names.
+
+    needed: of an all-gather, which ranges of the result each member of the group wants, instead of all.
+    Raises `SpecError`: the same on every rank, unless the rank's own tensor is what does not fit.
+    """
     left, right = parse_pair(text)
     step = one_step(text, axes)
     at = coordinates(axes, rank)

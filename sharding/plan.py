@@ -159,6 +159,10 @@ def plan(
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
     sizes = shards.complete({**({"V": sizes["E"]} if "E" in sizes else {}), **sizes})
+    strange = [letter for letter in sizes if letter not in "BSHKGEVD"]
+    if strange or (window is not None and window < 1):
+        what = f"{strange[0]}={sizes[strange[0]]}" if strange else f"window={window}"
+        raise SpecError(f"a plan has no place for {what}", fix="B, S, H, K, G, E, V, D; a window of at least 1 token")
     missing = [letter for letter in "BSHKEV" if letter not in sizes]
     if missing:
         raise SpecError(
@@ -166,7 +170,7 @@ def plan(
             fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
         )  # fmt: skip
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
-    rules.complete(layout.name, layout.chains, mesh.axes)
+    rules.complete(layout.name, layout.chains, layout.keys, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     lacking = [name for name in EDGES if name not in edges]
     if lacking:

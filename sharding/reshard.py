@@ -21,7 +21,7 @@ from . import moves, shards
 from .errors import SpecError
 from .exchange import Started, finish, local, start
 from .functorch import transform_level
-from .mesh import Mesh
+from .mesh import Mesh, constant_axes
 from .moves import Move, Side
 from .shards import Ranges
 from .spec import parse_pair
@@ -95,7 +95,7 @@ def planned(
         given = tuple((letter, operator.index(size)) for letter, size in sizes.items())
     else:  # before any cache sees it, for which 6.0 is 6
         given = tuple((letter, shards.whole(letter, size, pair)) for letter, size in sizes.items())
-    axes = tuple((axis, operator.index(size)) for axis, size in mesh.axes)
+    axes = constant_axes(mesh)
     shape, rank = x.shape, operator.index(mesh.rank)
     read = tuple((dim, operator.index(shape[dim])) for dim in moves.reads(pair, axes, given, len(shape)))
     plan = moves.move(pair, axes, rank, given, len(shape), read, needed)
@@ -258,7 +258,8 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(token: Tensor, flight: Flight) -> tuple[Tensor, ...]:
         assert flight.started is not None
-        return finish(flight.started)
+        started, flight.started = flight.started, None  # buffers live no longer than they fly
+        return finish(started)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -5,8 +5,6 @@ All of it is plain Python from whole numbers, the same on every rank, and raises
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,6 +12,7 @@ from typing import NamedTuple
 from . import shards
 from .constant import constant
 from .errors import SpecError
+from .layouts import gathers
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
 from .spec import Atom, Spec, parse
@@ -28,6 +27,7 @@ __all__ = [
     "of_rows",
     "place",
     "resolve",
+    "split",
     "tokens",
 ]
 
@@ -53,17 +53,6 @@ def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) 
     Where there are fewer key/value heads than ranks among which they are dealt, query heads are dealt out instead, and
     each rank holds the key/value heads that they need. Raises `SpecError` where there are fewer query heads than ranks.
     """
-    return _resolve(name, edges, axes, heads)
-
-
-@constant
-def heads(text: str, axes: Axes, rank: int, sizes: Sizes) -> LocalHeads:
-    """Which heads a rank computes. text: the spec of its queries."""
-    return _heads(text, axes, rank, sizes)
-
-
-@functools.lru_cache(256)
-def _resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) -> Edges:
     found = {edge: [parse(text) for text in chain] for edge, chain in edges}
     for chain in found.values():
         for spec in chain:
@@ -71,6 +60,32 @@ def _resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None)
     if heads is not None and "q" in found and _dealt(name, found["q"], axes, heads):
         found = {edge: [_by_query_head(spec) for spec in chain] for edge, chain in found.items()}
     return tuple((edge, tuple(map(str, chain))) for edge, chain in found.items())
+
+
+@constant
+def heads(queries: str, keys: str, axes: Axes, rank: int, sizes: Sizes) -> LocalHeads:
+    """Which heads a rank computes. queries, keys: the specs of its queries and of its keys."""
+    known, at = shards.complete(dict(sizes)), coordinates(axes, rank)
+    each = known["G"]
+    mine, theirs = (
+        shards.held(next(atom for atom in parse(text).atoms if atom.name in ("K", "H")), known, axes, at)
+        for text in (queries, keys)
+    )
+    by_group = any(atom.name == "K" for atom in parse(queries).atoms)
+    (a, b) = next(iter(mine), (0, 0))
+    first, last = (a * each, b * each) if by_group else (a, b)
+    (low, high) = next(iter(theirs), (0, 0))
+    wanted = [h // each for h in range(first, last)]
+    lacking = sorted({n for n in wanted if not low <= n < high})
+    if lacking:
+        raise SpecError(
+            f"rank {rank} has query heads {first}:{last} and key/value heads {low}:{high}; {lacking[0]} is missing",
+            keys, mesh=text_of(axes, parse(queries), parse(keys)), fix="keys split as their queries are: K/u, or K@H/u",
+        )  # fmt: skip
+    index = tuple(n - low for n in wanted)
+    per = (last - first) // (high - low) if high > low else 0
+    plain = per * (high - low) == last - first and index == tuple(n // per for n in range(last - first) if per)
+    return LocalHeads(first, last - first, None if plain else index)
 
 
 def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -> bool:
@@ -90,9 +105,11 @@ def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -
     local = count // groups * (groups // outer)
     per = f" ({count} over {'/'.join(before)}={outer})" if outer > 1 else ""
     if local < ranks:
+        over = after[len(before) :]
         raise SpecError(
-            f"{name}: H={local} query heads{per} are fewer than {'/'.join(after[len(before) :])}={ranks} ranks",
-            str(queries[-1]), mesh=text_of(axes, queries[-1]), fix=_fitting(axes, after[len(before) :], local, ranks),
+            f"{name}: H={local} query heads{per} are fewer than {'/'.join(over)}={ranks} ranks",
+            str(queries[-1]), mesh=text_of(axes, queries[-1]),
+            fix=_fitting(queries[0], axes, before, over, local, ranks),
         )  # fmt: skip
     if groups % outer:
         raise SpecError(
@@ -104,17 +121,19 @@ def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -
     return True
 
 
-def _fitting(axes: Axes, over: tuple[str, ...], local: int, ranks: int) -> str:
+def _fitting(queries: Spec, axes: Axes, before: tuple[str, ...], over: tuple[str, ...], local: int, ranks: int) -> str:
     """The hybrid that uses as many ranks, with no more of them over heads than there are."""
     fits = max(n for n in range(1, local + 1) if ranks % n == 0) if local else 0
     if not fits:
         return "a layer with at least one query head"
+    around = f', tp="{before[0]}"' if before else ""
+    around += ", zigzag=True" if any(atom.zigzag for atom in queries.atoms) else ""
     axis = over[-1]
     gather = next((a for a in ("g", "cp") if a != axis and size_of(axes, a) > 1), "g")
     sizes = {name: size for name, size in axes if name not in (*over, gather)}
     sizes |= {gather: size_of(axes, gather) * (ranks // fits), axis: fits}
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f'Mesh({mesh}) with hybrid(ulysses="{axis}", gather="{gather}")'
+    return f'Mesh({mesh}) with hybrid(ulysses="{axis}", gather="{gather}"{around})'
 
 
 def _axes_of_heads(spec: Spec) -> tuple[str, ...]:
@@ -135,55 +154,73 @@ def _by_query_head(spec: Spec) -> Spec:
     return Spec(tuple(dims), spec.partial)
 
 
-@functools.lru_cache(1024)
-def _heads(text: str, axes: Axes, rank: int, sizes: Sizes) -> LocalHeads:
-    spec, known, at = parse(text), shards.complete(dict(sizes)), coordinates(axes, rank)
-    atom = next(atom for atom in spec.atoms if atom.name in ("K", "H"))
-    ((a, b),) = shards.held(atom, known, axes, at) or ((0, 0),)
-    each = known["G"]
-    if atom.name == "K":
-        return LocalHeads(a * each, (b - a) * each, None)
-    first = a // each
-    index = tuple(h // each - first for h in range(a, b))
-    grouped = [h for h, n in enumerate(_runs(index)) for _ in range(n)]
-    plain = len(set(_runs(index))) <= 1 and grouped == list(index)
-    return LocalHeads(a, b - a, None if plain else index)
-
-
-def _runs(index: tuple[int, ...]) -> list[int]:
-    return [len(list(group)) for _, group in itertools.groupby(index)]
-
-
 @constant
-def complete(name: str, edges: Edges, axes: Axes) -> bool:
+def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool:
     """Raise `SpecError` for a layout that leaves a rank without keys that its queries may see: one that does not use an
     axis over which tokens are split, or that leaves keys split. Such a layout may be a part of another."""
-    return _complete(name, edges, axes)
+    found = {edge: [parse(text) for text in chain] for edge, chain in edges}
+    used = {axis for chain in found.values() for spec in chain for axis in spec.axes}
+    for axis, size in axes:
+        if size > 1 and axis in _TOKENS and axis not in used:
+            here = [a for a in _TOKENS if a in used and size_of(axes, a) > 1]
+            fix = f"Mesh without {axis}, or " + (
+                f'hybrid(ulysses="{here[0]}", gather="{axis}")' if here == ["u"] and axis != "u" else
+                f'hybrid(ulysses="{axis}", gather="{here[0]}")' if here and axis == "u" else
+                f"a layout that names {axis}"
+            )  # fmt: skip
+            raise SpecError(
+                f"{name} does not use {axis}={size}, over which tokens are split: each part would attend to itself "
+                "alone",
+                mesh=text_of(axes), fix=fix,
+            )  # fmt: skip
+    for edge in keys:
+        for spec in found.get(edge, [])[-1:]:
+            left = [axis for atom in spec.atoms if atom.name in "ST" for axis in atom.axes if size_of(axes, axis) > 1]
+            if left:
+                raise SpecError(
+                    f"{name}: {edge} stays split over {', '.join(left)}, so a query would see only some of its keys",
+                    str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
+                    fix=f"one more spec for {edge}, in which S is whole",
+                )  # fmt: skip
+    return True
 
 
 @constant
 def of_rows(edges: Edges) -> Edges:
     """The specs of edges for a rank's own rows of the batch, which no layout moves: how many there are in all is not
     needed."""
-    return _of_rows(edges)
+
+    def own(spec: Spec) -> Spec:
+        dims = tuple(tuple(replace(a, axes=()) if a.name == "B" else a for a in dim) for dim in spec.dims)
+        return Spec(dims, spec.partial)
+
+    return tuple((edge, tuple(str(own(parse(text))) for text in chain)) for edge, chain in edges)
 
 
 @constant
 def letters(chain: tuple[str, ...]) -> tuple[str, ...]:
     """Every letter of an edge, and what its heads need."""
-    return _letters(chain)
+    found = {atom.name for text in chain for atom in parse(text).atoms}
+    return tuple(sorted(found | ({"H", "K", "G"} if found & {"H", "K", "G"} else set())))
+
+
+@constant
+def split(text: str) -> tuple[str, ...]:
+    """The letters that a spec splits, with those whose sizes they need."""
+    atoms = [atom for atom in parse(text).atoms if atom.axes]
+    return tuple(dict.fromkeys(name for atom in atoms for name in (atom.name, *(("H", "G") if atom.need else ()))))
 
 
 @constant
 def gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
     """The axes over which an edge's tokens are gathered; none where they are not."""
-    return _gathered(chain)
+    return next(iter(gathers(chain)), ())
 
 
 @constant
 def place(text: str, letter: str) -> int:
     """Which dimension of a spec a letter is."""
-    return _place(text, letter)
+    return next(i for i, dim in enumerate(parse(text).dims) if any(atom.name == letter for atom in dim))
 
 
 @constant
@@ -207,70 +244,6 @@ def batch(text: str) -> tuple[int, int]:
 @constant
 def cut(text: str, axes: Axes, rank: int, sizes: Sizes) -> tuple[tuple[int, str, int, Ranges], ...]:
     """What a rank takes of something whole: for each dimension that is split, its index, letter, size and ranges."""
-    return _cut(text, axes, rank, sizes)
-
-
-@functools.lru_cache(256)
-def _complete(name: str, edges: Edges, axes: Axes) -> bool:
-    found = {edge: [parse(text) for text in chain] for edge, chain in edges}
-    used = {axis for chain in found.values() for spec in chain for axis in spec.axes}
-    for axis, size in axes:
-        if size > 1 and axis in _TOKENS and axis not in used:
-            here = [a for a in _TOKENS if a in used and size_of(axes, a) > 1]
-            fix = f"Mesh without {axis}, or " + (
-                f'hybrid(ulysses="{here[0]}", gather="{axis}")' if here == ["u"] and axis != "u" else
-                f'hybrid(ulysses="{axis}", gather="{here[0]}")' if here and axis == "u" else
-                f"a layout that names {axis}"
-            )  # fmt: skip
-            raise SpecError(
-                f"{name} does not use {axis}={size}, over which tokens are split: each part would attend to itself "
-                "alone",
-                mesh=text_of(axes), fix=fix,
-            )  # fmt: skip
-    for edge in ("k", "v"):
-        for spec in found.get(edge, [])[-1:]:
-            left = [axis for atom in spec.atoms if atom.name in "ST" for axis in atom.axes if size_of(axes, axis) > 1]
-            if left:
-                raise SpecError(
-                    f"{name}: {edge} stays split over {', '.join(left)}, so a query would see only some of its keys",
-                    str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
-                    fix=f"one more spec for {edge}, in which S is whole",
-                )  # fmt: skip
-    return True
-
-
-@functools.lru_cache(256)
-def _of_rows(edges: Edges) -> Edges:
-    def own(spec: Spec) -> Spec:
-        dims = tuple(tuple(replace(a, axes=()) if a.name == "B" else a for a in dim) for dim in spec.dims)
-        return Spec(dims, spec.partial)
-
-    return tuple((edge, tuple(str(own(parse(text))) for text in chain)) for edge, chain in edges)
-
-
-@functools.lru_cache(1024)
-def _letters(chain: tuple[str, ...]) -> tuple[str, ...]:
-    found = {atom.name for text in chain for atom in parse(text).atoms}
-    return tuple(sorted(found | ({"H", "K", "G"} if found & {"H", "K", "G"} else set())))
-
-
-@functools.lru_cache(1024)
-def _gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
-    for a, b in itertools.pairwise(map(parse, chain)):
-        before, after = (next((atom.axes for atom in s.atoms if atom.name == "S"), ()) for s in (a, b))
-        lost = tuple(axis for axis in before if axis not in after and axis not in b.axes)
-        if lost:
-            return lost
-    return ()
-
-
-@functools.lru_cache(1024)
-def _place(text: str, letter: str) -> int:
-    return next(i for i, dim in enumerate(parse(text).dims) if any(atom.name == letter for atom in dim))
-
-
-@functools.lru_cache(1024)
-def _cut(text: str, axes: Axes, rank: int, sizes: Sizes) -> tuple[tuple[int, str, int, Ranges], ...]:
     at, known = coordinates(axes, rank), {**shards.complete(dict(sizes))}
     known["T"] = known.get("S", 0)
     found = []

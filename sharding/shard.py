@@ -22,7 +22,7 @@ from ..functional.wire import edges_of
 from . import cores, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
-from .mesh import Mesh
+from .mesh import Mesh, constant_axes
 from .ports import Sized
 from .reshard import planned
 from .spec import Spec, parse
@@ -31,7 +31,7 @@ from .wires import LayoutWire
 
 __all__ = ["Sharded", "shard"]
 
-CORE = {"q": "B S (K G) E", "k": "B T K E", "v": "B T K V", "o": "B S (K G) V"}
+CORE = dict.fromkeys(("q", "k", "v", "o"), "")  # of a core that does not say what its edges hold
 
 
 def shard(fn: Callable[..., Any], layout: Layout, mesh: Mesh, /, **sizes: int) -> Sharded:
@@ -82,16 +82,31 @@ class Sharded:
 
     def _join(self) -> None:
         """Raise where function, layout, mesh and sizes do not go together."""
-        names = {edge.rsplit(".", 1)[-1] for edge in self.declared}
-        lacking = sorted(names - set(self.chains))
-        if lacking:
-            raise SpecError(
-                f"{self.layout.name} has no rule for {', '.join(lacking)}, which {self.name} passes",
-                fix=f'Layout("...", {{..., "{lacking[0]}": "its spec"}})',
-            )
-        unused = sorted(edge for edge, chain in self.chains.items() if edge not in names and _exchanges(chain))
+        for edge, letters in self.declared.items():
+            rule = self._rule(edge)
+            if rule is None:
+                name = edge.rsplit(".", 1)[-1]
+                raise SpecError(
+                    f"{self.layout.name} has no rule for {name}, which {self.name} passes",
+                    fix=f'Layout("...", {{..., "{name}": "its spec"}})',
+                )
+            if letters and _dims(letters) != _dims(self.chains[rule][0]):
+                raise SpecError(
+                    f'{self.layout.name}: {rule} is "{letters}" in {self.name}, and other dimensions here',
+                    self.chains[rule][0], fix=f'"{letters}", in this order, or a function of that one',
+                )  # fmt: skip
+        used = {self._rule(edge) for edge in self.declared}
+        unused = sorted(edge for edge, chain in self.chains.items() if edge not in used and _exchanges(chain))
         if unused:
             raise SpecError(f"{self.layout.name} moves {', '.join(unused)}, which {self.name} does not pass")
+        known = {atom.name for chain in self.chains.values() for text in chain for atom in parse(text).atoms}
+        strange = [letter for letter in self.given if letter not in known | {"H"}]
+        if strange:
+            raise SpecError(
+                f"shard({self.name}, ..., {strange[0]}={self.given[strange[0]]}): no edge of {self.layout.name} has a "
+                f"dimension {strange[0]}",
+                fix=f"one of {', '.join(sorted(known | {'H'}))}",
+            )
         missing = [letter for letter in (("S",) if self.is_layer else ("S", "H", "K")) if letter not in self.sizes]
         if missing:
             raise SpecError(
@@ -107,6 +122,11 @@ class Sharded:
         if not self.is_layer:
             cores.check(self.fn, self.name, self.layout.name, dict(found)["q"][-1], self.mesh.axes)
 
+    def _rule(self, edge: str) -> str | None:
+        """Which edge of the layout a declared one is: by its part and its name, or by its name alone."""
+        *_, part, name = ("", *edge.split("."))
+        return next((rule for rule in (f"{part}.{name}", name) if rule in self.chains), None)
+
     def plan(self, **sizes: Any) -> Any:
         """`Layout.plan` with the sizes that are known here."""
         return self.layout.plan(self.mesh, **{**self.given, **sizes})
@@ -121,7 +141,7 @@ class Sharded:
                 f"{self!r} is one rank's function, and its mesh is no rank's own\n"
                 "    fix: simulate(...)(global tensors), or shard(..., ProcessGroup(device_mesh).mesh, ...)"
             )
-        rules.complete(self.layout.name, self.layout.chains, at.axes)
+        rules.complete(self.layout.name, self.layout.chains, (*self.layout.keys,), constant_axes(at))
         return self._layer(at, args, kwargs) if self.is_layer else self._core(at, *args, **kwargs)
 
     def _core(self, at: Mesh, q: Tensor, k: Tensor, v: Tensor, /, **given: Any) -> Tensor:
@@ -140,8 +160,7 @@ class Sharded:
             sent, q=q, q_positions=None, q_segment_ids=None, mask=None, sinks=sinks
         )
         told = {"segment_ids": None if q_ids is None else (q_ids, k_ids), "mask": mask, "sinks": sinks}
-        if causal or window is not None or known.given or not cores.knows_causality(self.fn):
-            told |= {"q_positions": q_positions, "k_positions": k_positions}
+        told |= {"q_positions": q_positions, "k_positions": k_positions}
         heads = wire.heads()
         told |= {"kv_index": heads.kv_index, "head_offset": heads.offset, "local_heads": heads.local}
         told = {name: value for name, value in told.items() if value is not None}
@@ -237,7 +256,7 @@ class Sharded:
 
     def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """How each argument is split, None for what every rank gets whole."""
-        rules.complete(self.layout.name, self.layout.chains, self.mesh.axes)
+        rules.complete(self.layout.name, self.layout.chains, self.layout.keys, self.mesh.axes)
         heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads))
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
@@ -251,16 +270,22 @@ class Sharded:
             return type(x)(self._in_spec(name, each, edges) for each in x)
         if not isinstance(x, Tensor):
             return None
-        rows = next((atom for text in edges.get("x", ()) for atom in parse(text).atoms if atom.name == "B"), None)
+        batch = next(
+            (a for a in parse(self.chains["x" if "x" in self.chains else "q"][0]).atoms if a.name == "B"), None
+        )
         if name in whole.NAMES:
-            split = rows is not None and rows.axes and x.dim() in (2, 4) and x.shape[0] != 1 and name != "cu_seqlens"
-            return f"{rows} ..." if split and not (name == "mask" and x.dim() == 2) else None
+            # One row for all rows goes to every rank; rows of their own lie as the batch does.
+            by_row = batch is not None and bool(batch.axes) and x.dim() in (2, 4) and name != "cu_seqlens"
+            shared = x.dim() == 0 or (x.shape[0] == 1 and name != "segment_ids") or (name == "mask" and x.dim() == 2)
+            return f"{batch} ..." if by_row and not shared else None
         if name not in edges:
             return None
         spec = parse(edges[name][0])
-        one = {i for i, dim in enumerate(spec.dims) if dim[0].name == "B" and x.dim() > i and x.shape[i] == 1}
-        dims = tuple((replace(d[0], axes=()),) if i in one else d for i, d in enumerate(spec.dims))
-        return str(replace(spec, dims=dims, text="", start=0))
+        at, dims = rules.batch(edges[name][0])
+        if name in ("rope", "rope_positions") and x.dim() == dims and x.shape[at] == 1:
+            whole_rows = tuple(tuple(replace(a, axes=()) if a.name == "B" else a for a in dim) for dim in spec.dims)
+            return str(Spec(whole_rows))
+        return str(spec)
 
     def _of_parameter(self, text: str) -> Spec:
         """A parameter's spec with those axes alone that the layout knows of its letters."""
@@ -274,7 +299,9 @@ class Sharded:
     def out_specs(self, result: Any) -> Any:
         """How the result is split: as the last edge that the function passes itself."""
         own = [edge for edge in self.declared if "." not in edge] or list(self.declared)
-        text = self.chains[own[-1].rsplit(".", 1)[-1]][-1]
+        rule = self._rule(own[-1])
+        assert rule is not None
+        text = self.chains[rule][-1]
 
         def of(x: Any) -> Any:
             if isinstance(x, Tensor):
@@ -282,6 +309,12 @@ class Sharded:
             return tuple(map(of, x)) if isinstance(x, tuple) else None
 
         return of(result)
+
+
+def _dims(text: str) -> list[tuple[str, ...]]:
+    """The letters of each dimension, with one name for all tokens and one for query heads."""
+    dims = [tuple("S" if atom.name == "T" else atom.name for atom in dim) for dim in parse(text).dims]
+    return [("H",) if dim == ("K", "G") else dim for dim in dims]
 
 
 def _exchanges(chain: tuple[str, ...]) -> bool:

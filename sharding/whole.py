@@ -84,9 +84,11 @@ def _fits(name: str, x: Any, shape: tuple[int, int], tokens: int, device: torch.
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: a tensor is needed, not {type(x).__name__}")
     if tuple(x.shape) != shape:
+        fix = "all tokens of these rows, which every rank gets whole, not this rank's part of them"
+        if x.dim() == 2 and x.shape[1] == tokens:
+            fix = f"the {shape[0]} rows that this rank holds, or one for all"
         raise ValueError(
-            f"{name} {_numbers(x)}: {shape[0]} {shape[1]} is needed, rows of all S={tokens} tokens\n"
-            "    fix: the global tensor, which every rank gets whole, not this rank's part of it"
+            f"{name} {_numbers(x)}: {shape[0]} {shape[1]} is needed, rows of all S={tokens} tokens\n    fix: {fix}"
         )
     _on(name, x, device)
 

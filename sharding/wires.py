@@ -18,8 +18,8 @@ from ..functional.wire import Heads
 from . import documents, rules, shards
 from .errors import SpecError
 from .exchange import local
-from .layouts import Layout
-from .mesh import Axes, Mesh, ranks_of
+from .layouts import WHOLE, Layout
+from .mesh import Axes, Mesh, constant_axes, ranks_of
 from .moves import Planned
 from .reshard import Flight, call_of, check_transport, exchanged, noted, planned
 from .shards import Ranges
@@ -28,15 +28,13 @@ from .whole import check_heads
 
 __all__ = ["LayoutWire"]
 
-# Edges that hold what every rank has whole: the wire has it too, and cuts what the next stage needs.
-WHOLE = ("q_positions", "k_positions", "q_segment_ids", "k_segment_ids", "mask")
-
 
 @dataclass(frozen=True, eq=False)
 class LayoutWire:
     """One rank's end. whole: what every rank has all of, by edge. cu: boundaries of documents. ordered: whether
-    positions ascend with tokens within a document, so that causality says which keys are needed. edges: the specs of
-    each edge, once the heads are known. scope_: the names of the parts around the layer."""
+    positions ascend with tokens within a document, so that causality says which keys are needed. sizes: those known so
+    far. edges: the specs of each edge. sight: what a query of the layer sees. part: the name of the part that it is in.
+    """
 
     layout: Layout
     mesh: Mesh
@@ -49,21 +47,22 @@ class LayoutWire:
     ordered: bool = True
     sight: documents.Sight = (False, None)
     device: Any = None
+    part: str = ""
 
     moves = True
 
     @staticmethod
     def of(layout: Layout, mesh: Mesh, sizes: Mapping[str, int], **rest: Any) -> LayoutWire:
         """The wire before a layer has said what it is."""
-        # As constants, also where a compiler takes them for sizes that may change.
-        axes = tuple((axis, operator.index(n)) for axis, n in mesh.axes)
+        axes = constant_axes(mesh)
         known = {letter: operator.index(n) for letter, n in sizes.items()}
         edges = dict(_resolved(layout, axes, None))
         return LayoutWire(layout, mesh, axes, operator.index(mesh.rank), known, edges, **rest)
 
-    def layer(self, *, H: int, K: int, causal: bool, window: int | None) -> LayoutWire:  # noqa: N803
-        """Raises `SpecError` where the layout was made for other heads, or cannot hold these."""
-        for letter, count in (("H", H), ("K", K)):
+    def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> LayoutWire:
+        """Raises `SpecError` where the layout was made for other sizes, or cannot hold these heads."""
+        said = {letter: operator.index(n) for letter, n in sizes.items()}
+        for letter, count in said.items():
             made = self.sizes.get(letter, count)
             if made != count:
                 raise SpecError(
@@ -71,21 +70,23 @@ class LayoutWire:
                     known=shards.known(self.sizes), mesh=str(self.mesh),
                     fix=f"shard(..., {letter}={count}), or without it where layers differ",
                 )  # fmt: skip
-        H, K = operator.index(H), operator.index(K)
-        check_heads(self.whole.get("mask"), H)
-        sizes = {**self.sizes, "H": H, "K": K, "G": H // K if K else 1}
-        edges = dict(_resolved(self.layout, self.axes, (H, K)))
         sight = (causal, None if window is None else operator.index(window))
-        return replace(self, sizes=sizes, edges=edges, sight=sight)
+        if "H" not in said:
+            return replace(self, sizes={**self.sizes, **said}, sight=sight)
+        H, K = said["H"], said["K"]
+        check_heads(self.whole.get("mask"), H)
+        known = {**self.sizes, **said, "G": H // K if K else 1}
+        return replace(self, sizes=known, edges=dict(_resolved(self.layout, self.axes, (H, K))), sight=sight)
 
     def heads(self) -> Heads:
         sizes = tuple((letter, self.sizes[letter]) for letter in "HKG")
-        found = rules.heads(self.edges["q"][-1], self.axes, self.rank, sizes)
+        queries, keys = self.edges["q"][-1], self.edges["k"][-1]
+        found = rules.heads(queries, keys, self.axes, self.rank, sizes)
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
         return Heads(found.offset, found.local, index)
 
     def scope(self, name: str) -> LayoutWire:
-        return self
+        return replace(self, part=name)
 
     def send(self, **named: Tensor | None) -> list[_Edge]:
         edges = [self._edge(name, x) for name, x in named.items()]
@@ -127,12 +128,20 @@ class LayoutWire:
         return x
 
     def _edge(self, name: str, x: Tensor | None) -> _Edge:
-        if name not in self.edges:
+        rule = f"{self.part}.{name}" if f"{self.part}.{name}" in self.edges else name
+        if rule not in self.edges:
             raise SpecError(
                 f'{self.layout.name} has no edge "{name}", which this layer passes', mesh=str(self.mesh),
                 fix=f'Layout(..., {{..., "{name}": "its spec"}})',
             )  # fmt: skip
-        return _Edge(name, self.whole.get(name) if name in WHOLE else x)
+        chain = self.edges[rule]
+        if name in WHOLE:
+            return _Edge(name, self.whole.get(name), chain)
+        if x is not None and len(chain) == 1 and all(letter in self.sizes for letter in rules.split(chain[0])):
+            planned(
+                x, f"{chain[0]} -> {chain[0]}", self.mesh, self._sizes(chain)
+            )  # raises unless it is as the spec says
+        return _Edge(name, x, chain)
 
     def _groups(self, edges: Iterable[_Edge]) -> list[list[_Edge]]:
         """Edges that have somewhere to go, by what can be one collective. Local steps are taken on the way."""
@@ -140,10 +149,10 @@ class LayoutWire:
         for edge in edges:
             if edge.x is None or edge.flight is not None or edge.name in WHOLE:
                 continue
-            chain = self.edges[edge.name]
+            chain = edge.chain
             while edge.at + 1 < len(chain) and edge.plan is None:
                 edge.pair = f"{chain[edge.at]} -> {chain[edge.at + 1]}"
-                plan = planned(edge.x, edge.pair, self.mesh, self._sizes(chain), self._wanted(edge.name))
+                plan = planned(edge.x, edge.pair, self.mesh, self._sizes(chain), self._wanted(edge))
                 if plan.move.kind in COLLECTIVES:
                     edge.plan = plan
                 else:
@@ -178,16 +187,14 @@ class LayoutWire:
             edge.arrived(y)
         return flying.group
 
-    def _wanted(self, name: str) -> tuple[Ranges, ...] | None:
+    def _wanted(self, edge: _Edge) -> tuple[Ranges, ...] | None:
         """For each rank of the group in which keys are gathered, those that it wants; None for all of them."""
-        if self.layout.exchange == "all" or name not in ("k", "v"):
+        axes = rules.gathered(edge.chain)
+        if self.layout.exchange == "all" or edge.name not in self.layout.keys or not axes:
             return None
-        chain = self.edges[name]
-        axes = rules.gathered(chain)
-        return documents.of_group(
-            self.edges["q"][-1], self.axes, ranks_of(self.axes, axes, self.rank), self.sizes["S"],
-            self.cu or (0, self.sizes["S"]), self.sight,
-        ) if axes else None  # fmt: skip
+        size = self.sizes["S"]
+        ranks = ranks_of(self.axes, axes, self.rank)
+        return documents.of_group(self.edges["q"][-1], self.axes, ranks, size, self.cu or (0, size), self.sight)
 
     def keys(self) -> Ranges | None:
         """Which keys this rank's queries may see, where it is known that they are fewer than all."""
@@ -202,15 +209,15 @@ class LayoutWire:
     def _seen(self, edge: _Edge) -> Tensor | None:
         """An edge as the next stage needs it: of keys, those that some query may see."""
         x, name = edge.x, edge.name
-        if x is None or name not in (*WHOLE, "k", "v"):
+        if x is None:
             return x
-        if name in ("k", "v"):
-            if self.layout.exchange == "needed" and rules.gathered(self.edges[name]):
-                return x
-            keys, dim = self.keys(), rules.place(self.edges[name][-1], "S")
-            return x if keys is None else shards.select(x, dim, keys)
-        cut = rules.cut(self.edges[name][-1], self.axes, self.rank, _pairs(self.sizes))
-        for dim, letter, size, ranges in cut:
+        if name in self.layout.keys:
+            sent = self.layout.exchange == "needed" and rules.gathered(edge.chain)  # then no others came
+            keys = None if sent else self.keys()
+            return x if keys is None else shards.select(x, rules.place(edge.chain[-1], "S"), keys)
+        if name not in WHOLE:
+            return x
+        for dim, letter, size, ranges in rules.cut(edge.chain[-1], self.axes, self.rank, _pairs(self.sizes)):
             found = self.keys() if letter == "T" else ranges
             if found is not None and x.shape[dim] == size:  # else it is 1, for all alike
                 x = shards.select(x, dim, found)
@@ -223,11 +230,12 @@ def _pairs(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 @dataclass
 class _Edge:
-    """One edge on its way. at: which spec of its chain it lies in. pair, plan: of the next step, where that is a
-    collective. flight: the one that it is in."""
+    """One edge on its way. chain: its specs. at: in which of them it lies. pair, plan: of the next step, where that is
+    a collective. flight: the one that it is in."""
 
     name: str
     x: Tensor | None
+    chain: tuple[str, ...]
     at: int = 0
     pair: str = ""
     plan: Planned | None = None

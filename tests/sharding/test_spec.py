@@ -95,7 +95,7 @@ one reshard is one move, and this takes 2: all-gather over cp/g, then all-gather
 
 
 def test_caches_are_bounded():
-    for cached in (spec._parse, spec._parse_pair, steps.steps, moves._reads, moves._planned):
+    for cached in (spec._parse, spec._parse_pair, steps.steps, moves.reads, moves.move):
         assert 0 < cached.cache_info().maxsize <= 4096
     before = spec._parse.cache_info().hits
     assert sh.Spec.parse("B Cached/u") is sh.Spec.parse("B Cached/u")
