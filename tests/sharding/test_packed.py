@@ -61,12 +61,12 @@ def test_needed_equals_all_equals_each_document_alone(axes, causal, zigzag):
 
 
 def seen_by(layout, mesh, cu, **options):
-    """What each rank's core got: queries, keys, and whether keys are memory of their own."""
+    """What each rank's core got: queries, keys, and of how many tokens the memory is in which they lie."""
     seen = []
 
     def core(q, k, v, *, q_positions, **told):
-        storage = k.untyped_storage().nbytes() // k.element_size()
-        seen.append((q.shape[1], k.shape[1], storage == k.numel()))
+        both = (k.numel() + v.numel()) // k.shape[1]
+        seen.append((q.shape[1], k.shape[1], k.untyped_storage().nbytes() // k.element_size() // both))
         return F.dot_product_attention(q, k, v, q_positions=q_positions, causal=True, **told)
 
     record = sh.trace(mesh)
@@ -125,7 +125,7 @@ def test_only_the_needed_interval_is_attended_to_as_a_view():
     mesh = sh.Mesh(g=3)
     found, _ = seen_by(sh.all_gather(), mesh, [0, 7, 12])  # 0..3, 4..7, 8..11: of 7 documents end
     # The core has no causal argument, so whole documents count.
-    assert found == [(4, 5, False), (4, 7, False), (4, 12, True)]
+    assert found == [(4, 5, 12), (4, 7, 12), (4, 12, 12)]
 
 
 def test_a_window_bounds_what_is_sent():
