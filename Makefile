@@ -12,8 +12,8 @@ demo: .venv/demo
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
-# The slow proof: thousands of random cases, and Inductor over processes.
-verify: .venv/test
+# The slow proof: thousands of random cases, Inductor over processes, and what other programs make of the same cases.
+verify: .venv/test .venv-peers/made
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m verify
 
 lint: .venv/test
@@ -30,7 +30,7 @@ bench: .venv/demo
 	for script in examples/benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: an open requirement would take the CUDA build of several GB.
@@ -47,4 +47,17 @@ clean:
 
 .venv/test: .venv/demo
 	$(PIP) --no-build-isolation -e ".[demo,test]"
+	touch $@
+
+# What others wrote, to compare with: it needs versions of its own, and nothing in .venv needs it. torch is first and
+# alone here too; deepspeed builds against it from source (hence no isolation), with none of its compiled operations.
+# meshfn comes last, without what it asks for, so that a benchmark can time both in the same processes.
+PEERS := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c tests/peers/constraints.txt
+.venv-peers/made: tests/peers/constraints.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	$(PEERS) torch
+	$(PEERS) setuptools wheel numpy jax einops optree transformers
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS) --no-build-isolation deepspeed
+	$(PEERS) --no-build-isolation --no-deps ring-flash-attn
+	$(PEERS) --no-build-isolation --no-deps -e .
 	touch $@
