@@ -26,8 +26,12 @@ types: .venv/test
 	$(PIP) --no-deps --no-build-isolation --upgrade --target build/types .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p meshfn
 
-bench: .venv/demo
-	for script in examples/benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
+# attention_layouts.py runs both sides in the same processes, so where the peers are.
+bench: .venv/demo .venv-peers/made
+	for script in examples/benchmarks/[!_]*.py; do \
+	  case $$script in */attention_layouts.py) python=.venv-peers/bin/python ;; *) python=$(BIN)/python ;; esac; \
+	  $$python $$script || exit 1; \
+	done
 
 clean:
 	rm -rf .venv .venv-peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
