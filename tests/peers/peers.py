@@ -96,9 +96,12 @@ def _work(rank: int, ranks: int, path: Path, names: list[str], folder: Path) -> 
         for case in cases:  # only jax has cases of one process
             for key, value in jax_results(case).items() if case.peer == "jax" else _shards(case, rank):
                 np.save(folder / f"{case.name}.{key}.{rank}.npy", value)
+        if ranks > 1:
+            dist.barrier()
     except BaseException:
         (folder / f"error.{rank}").write_text(traceback.format_exc())
         os._exit(1)  # the others wait in a group that no longer agrees, and are ended from outside
+    os._exit(0)  # a process with deepspeed in it now and then aborts where it ends as usual
 
 
 def _shards(case: Case, rank: int) -> Iterator[tuple[str, np.ndarray]]:
