@@ -13,19 +13,23 @@ from .errors import SpecError
 from .mesh import Axes, size_of, text_of
 from .spec import parse
 
-__all__ = ["call", "check", "fitted"]
+__all__ = ["call", "check", "fitted", "takes"]
 
 
-def _takes(core: Callable[..., Any], name: str) -> bool:
-    parameters = inspect.signature(core).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD or p.name == name for p in parameters)
+def takes(core: Callable[..., Any]) -> frozenset[str] | None:
+    """The names of the arguments that a core takes; None where it takes any."""
+    try:
+        parameters = inspect.signature(core).parameters.values()
+    except (TypeError, ValueError):  # a builtin that tells nobody
+        return frozenset()
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 
 
-def check(core: Callable[..., Any], name: str, layout: str, queries: str, axes: Axes) -> None:
-    """Raise `SpecError` for a core that cannot know where its queries stand. queries: their spec in the core."""
+def check(taken: frozenset[str] | None, name: str, layout: str, queries: str, axes: Axes) -> None:
+    """Raise `SpecError` for a core that cannot know where its queries stand. taken: by `takes`. queries: their spec."""
     spec = parse(queries)
     split = [axis for atom in spec.atoms if atom.name == "S" for axis in atom.axes if size_of(axes, axis) > 1]
-    if split and not _takes(core, "q_positions"):
+    if split and taken is not None and "q_positions" not in taken:
         raise SpecError(
             f"{layout}: {name} takes no q_positions, and its queries are some of the tokens, its keys others: it could "
             "not tell which key a query stands at",
@@ -35,33 +39,38 @@ def check(core: Callable[..., Any], name: str, layout: str, queries: str, axes: 
 
 
 def call(
-    core: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], told: Mapping[str, Any]
+    core: Callable[..., Any],
+    taken: frozenset[str] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Mapping[str, Any],
+    told: Mapping[str, Any],
 ) -> Any:
     """The core, told what it takes.
 
-    given: what its caller said. told: what the layout adds. Keys and values are repeated for a core without kv_index;
-    head_offset and local_heads are for those that ask; documents and masks must be taken.
+    taken: by `takes`. given: what its caller said. told: what the layout adds. Keys and values are repeated for a core
+    without kv_index; head_offset and local_heads are for those that ask; documents and masks must be taken.
     """
-    told = dict(told)
-    index = told.get("kv_index")
-    if index is not None and not _takes(core, "kv_index"):
-        k, v = (x.index_select(2, index) for x in (k, v))
-        del told["kv_index"]
+    wanted = {name: x for name, x in told.items() if taken is None or name in taken}
+    if "kv_index" in told and "kv_index" not in wanted:
+        k, v = (x.index_select(2, told["kv_index"]) for x in (k, v))
     for name in ("segment_ids", "mask", "sinks"):
-        if told.get(name) is not None and not _takes(core, name):
-            raise TypeError(
-                f"{name} is given, but the core takes none\n    fix: def core(q, k, v, *, {name}, **_): ..."
-            )
-    return core(q, k, v, **given, **{name: x for name, x in told.items() if _takes(core, name)})
+        if name in told and name not in wanted:
+            fix = f"def core(q, k, v, *, {name}, **_): ..."
+            raise TypeError(f"{name} is given, but the core takes none\n    fix: {fix}")
+    return core(q, k, v, **given, **wanted)
 
 
 def fitted(core: Callable[..., Any]) -> Callable[..., Any]:
     """A core as a layer may call it, with everything that it could be told."""
 
+    taken = takes(core)
+
     @functools.wraps(core)
     def fit(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Any:
         optional = ("kv_index", "head_offset", "local_heads", "segment_ids", "mask", "sinks")
         given = {name: x for name, x in told.items() if name not in optional}
-        return call(core, q, k, v, given, {name: x for name, x in told.items() if name in optional})
+        return call(core, taken, q, k, v, given, {name: x for name, x in told.items() if name in optional})
 
     return fit

@@ -1,6 +1,6 @@
 """Moves carried out: packed into one flat buffer, exchanged, unpacked.
 
-Gradients of `K@H` are summed and, on a rank that shares heads, set among zeros, which is a copy more than `packing` says.
+Gradients of `K@H` are summed and, on a rank that shares heads, set among zeros: one copy more than `packing` says.
 """
 
 from __future__ import annotations

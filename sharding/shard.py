@@ -78,6 +78,7 @@ class Sharded:
         self.name = "this core" if name == "<lambda>" else name
         self.declared = dict(edges_of(fn)) if self.is_layer else dict(getattr(fn, "edges", CORE))
         self.chains = dict(layout.chains)
+        self.takes = cores.takes(fn)
         self._join()
 
     def _join(self) -> None:
@@ -120,7 +121,7 @@ class Sharded:
                 atoms = tuple(a for a in parse(text).atoms if a.name in self.sizes)
                 shards.check(Spec((atoms,), (), text), self.sizes, self.mesh.axes)
         if not self.is_layer:
-            cores.check(self.fn, self.name, self.layout.name, dict(found)["q"][-1], self.mesh.axes)
+            cores.check(self.takes, self.name, self.layout.name, dict(found)["q"][-1], self.mesh.axes)
 
     def _rule(self, edge: str) -> str | None:
         """Which edge of the layout a declared one is: by its part and its name, or by its name alone."""
@@ -164,7 +165,7 @@ class Sharded:
         heads = wire.heads()
         told |= {"kv_index": heads.kv_index, "head_offset": heads.offset, "local_heads": heads.local}
         told = {name: value for name, value in told.items() if value is not None}
-        return wire.pass_(o=cores.call(self.fn, q, k, v, given, told))
+        return wire.pass_(o=cores.call(self.fn, self.takes, q, k, v, given, told))
 
     def _layer(self, at: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound, given = self._bound(args, kwargs)
@@ -182,7 +183,7 @@ class Sharded:
         if known.edges["q_segment_ids"] is not None:
             local["segment_ids"] = wire.mine(known.edges["q_segment_ids"])
         if "core" in given:
-            cores.check(given["core"], "core", self.layout.name, wire.edges["q"][-1], at.axes)
+            cores.check(cores.takes(given["core"]), "core", self.layout.name, wire.edges["q"][-1], at.axes)
             local["core"] = cores.fitted(given["core"])
         for name in whole.NAMES:
             named.pop(name, None)
