@@ -48,7 +48,7 @@ class Class(NamedTuple):
 class Dry:
     """A transport that gives blocks without memory, and keeps what it was handed and gave."""
 
-    traces = True
+    traces, spare = True, None
 
     def __init__(self, axes: Axes, rank: int) -> None:
         self.axes, self.rank = axes, rank

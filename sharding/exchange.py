@@ -5,6 +5,7 @@ Gradients of `K@H` are summed and, on a rank that shares heads, set among zeros:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -16,19 +17,21 @@ from .errors import SpecError
 from .mesh import Mesh
 from .moves import Move, Side
 from .packing import Package, apart, package, packed, together, total, unpacked
+from .trace import copied
 from .transport import Call, Work, summable
 
 __all__ = ["Started", "finish", "local", "start"]
 
 
 class Started(NamedTuple):
-    """An exchange under way, with what unpacks it."""
+    """An exchange under way, with what unpacks it. lent: the buffer, if it is to be given back."""
 
     work: Work
     moves: Sequence[Move]
     packages: Sequence[Package]
     call: Call
     mesh: Mesh
+    lent: Tensor | None
 
 
 def start(xs: Sequence[Tensor], moves: Sequence[Move], call: Call, mesh: Mesh) -> Started:
@@ -41,7 +44,8 @@ def start(xs: Sequence[Tensor], moves: Sequence[Move], call: Call, mesh: Mesh) -
     packages = [package(x, move) for x, move in zip(xs, moves, strict=True)]
     if not torch.compiler.is_compiling():
         call = call._replace(rest=tuple(n for each in packages for n in each.rest))
-    flat = packed(packages, moves)
+    spare = None if torch.compiler.is_compiling() or xs[0].device.type != "cpu" else transport.spare
+    flat = packed(packages, moves, xs[0].new_empty if spare is None else functools.partial(spare.take, xs[0]))
     # Elements to and from each member.
     sent, received = total([each.to for each in packages]), total([each.of for each in packages])
     if first.kind == "all-gather":
@@ -54,13 +58,16 @@ def start(xs: Sequence[Tensor], moves: Sequence[Move], call: Call, mesh: Mesh) -
         work = transport.all_reduce(flat, first.axes, call)
     if mesh.trace is not None and not torch.compiler.is_compiling():
         mesh.trace.launched(mesh, call, first, sent, received, xs, flat)
-    return Started(work, moves, packages, call, mesh)
+    lent = None if spare is None or any(not copied(x, flat) for x in xs) else flat
+    return Started(work, moves, packages, call, mesh, lent)
 
 
 def finish(started: Started) -> tuple[Tensor, ...]:
     """Wait and unpack."""
-    work, moves, packages, call, mesh = started
+    work, moves, packages, call, mesh, lent = started
     flat = work.wait()
+    if lent is not None and mesh.transport is not None and mesh.transport.spare is not None:
+        mesh.transport.spare.give(lent)
     ys = []
     for y, move in zip(unpacked(flat, packages, moves), moves, strict=True):
         if move.target is not None and move.target.fewer:

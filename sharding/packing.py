@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from . import shards
 from .moves import Move, Side
 
-__all__ = ["Package", "apart", "package", "packed", "together", "total", "unpacked"]
+__all__ = ["Package", "Spare", "apart", "package", "packed", "together", "total", "unpacked"]
 
 
 class Package(NamedTuple):
@@ -76,22 +76,46 @@ def together(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
     return x
 
 
-def packed(packages: Sequence[Package], moves: Sequence[Move]) -> Tensor:
-    """The buffer that leaves."""
+class Spare:
+    """Memory of exchanges that are over, for those to come: on a CPU, whose allocator gives large buffers back to the
+    system, new memory costs more time than the copy into it. Of as many bytes as the two largest exchanges had."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def take(self, like: Tensor, n: int) -> Tensor:
+        """A buffer of n elements of the same dtype, on the same device."""
+        for i, found in enumerate(self.kept):
+            if found.dtype == like.dtype and found.numel() >= n:
+                return self.kept.pop(i).narrow(0, 0, n)
+        return like.new_empty(n)
+
+    def give(self, flat: Tensor) -> None:
+        """Nobody reads or writes it any more."""
+        whole = flat.as_strided((flat.untyped_storage().nbytes() // flat.element_size(),), (1,), 0)
+        self.kept = sorted([*self.kept, whole], key=lambda x: x.numel() * x.element_size())[-2:]
+
+
+def packed(packages: Sequence[Package], moves: Sequence[Move], empty: Callable[[int], Tensor]) -> Tensor:
+    """The buffer that leaves. empty: memory for it, of so many elements, where what there is does not do as it lies."""
     if _by_token(moves):
-        return _packed_by_token(packages, moves)
+        return _packed_by_token(packages, moves, empty)
     first, side = packages[0].x, moves[0].target
     if side is None:  # everybody gets the whole
         pieces = [each.x.contiguous().view(-1) for each in packages]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if len(packages) == 1:
         if side.layout == "even":
-            each = (len(side.part), side.lengths[0])
-            return cast(Tensor, first.unflatten(side.dim, each).movedim(side.dim, 0).contiguous().view(-1))
+            blocks = first.unflatten(side.dim, (len(side.part), side.lengths[0])).movedim(side.dim, 0)
+            if blocks.is_contiguous():
+                return blocks.view(-1)
+            flat = empty(blocks.numel())
+            flat.view(blocks.shape).copy_(blocks)
+            return flat
         if side.layout == "tiles" and math.prod(first.shape[: side.dim]) == 1 and first.is_contiguous():
             return first.view(-1)
     to = [each.to for each in packages]
-    flat = first.new_empty(sum(map(sum, to)))
+    flat = empty(sum(map(sum, to)))
     starts = [0, *itertools.accumulate(total(to))]  # where each member's blocks begin
     before = [0] * moves[0].members  # and where this tensor's does among them
     for (x, *_), move, counts in zip(packages, moves, to, strict=True):
@@ -180,14 +204,14 @@ def _by_token(moves: Sequence[Move]) -> bool:
     return True
 
 
-def _packed_by_token(packages: Sequence[Package], moves: Sequence[Move]) -> Tensor:
+def _packed_by_token(packages: Sequence[Package], moves: Sequence[Move], empty: Callable[[int], Tensor]) -> Tensor:
     """For each member a matrix of my tokens by what it gets of them."""
-    x, source = packages[0].x, moves[0].source
+    source = moves[0].source
     assert source is not None
     tokens = source.lengths[moves[0].me]
     widths = [[_width(each.x, move, member) for each, move in zip(packages, moves, strict=True)]
               for member in range(1 if moves[0].target is None else moves[0].members)]  # fmt: skip
-    flat = x.new_empty(tokens * sum(map(sum, widths)))
+    flat = empty(tokens * sum(map(sum, widths)))
     even = all(move.target is not None and move.target.layout == "even" for move in moves)
     column = 0
     for i, (each, move) in enumerate(zip(packages, moves, strict=True)):

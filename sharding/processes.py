@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .mesh import Mesh
+from .packing import Spare
 from .transport import Call, Part, TransportError, Work, disagreement, summed
 
 __all__ = ["ProcessGroup", "keep_collectives"]
@@ -56,7 +57,7 @@ class ProcessGroup:
             raise ValueError(f"ProcessGroup(device_mesh=...): rank {dist.get_rank()} is none of its ranks {ranks}")
         plain = Mesh(**dict(zip(names, device_mesh.mesh.shape, strict=True)))
         rank = ranks.index(dist.get_rank())
-        self.check = check
+        self.check, self.spare = check, Spare()
         self.members: dict[tuple[str, ...], int] = {}
         self.place: dict[tuple[str, ...], int] = {}  # of this rank among them
         self.names: dict[tuple[str, ...], str] = {}

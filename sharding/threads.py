@@ -294,7 +294,7 @@ class _Reach:
     threads: Threads
     rank: int
 
-    traces = False
+    traces, spare = False, None
 
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         return self._launch("all-gather", x, counts, counts, axes, call)

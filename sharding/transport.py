@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .packing import Spare
 
 __all__ = ["Call", "Local", "Part", "Transport", "TransportError", "Work", "disagreement", "moved", "summed"]
 
@@ -54,7 +57,10 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's reach. axes: those that name the group. counts: of each member's block, in elements."""
+    """One rank's reach. axes: those that name the group. counts: of each member's block, in elements. spare: memory
+    that it keeps to pack into, if it does."""
+
+    spare: Spare | None
 
     @property
     def traces(self) -> bool:
@@ -92,7 +98,7 @@ class Done(NamedTuple):
 class Local:
     """One rank: every collective gives back what it was given."""
 
-    traces = True
+    traces, spare = True, None
 
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         return Done(x)

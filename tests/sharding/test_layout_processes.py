@@ -171,7 +171,7 @@ def to_others(rank, event, sent):
 class Delayed:
     """A transport whose exchanges take so long for each tensor, from their launch on."""
 
-    traces = False
+    traces, spare = False, None
 
     def __init__(self, inner, seconds):
         self.inner, self.seconds = inner, seconds
