@@ -68,6 +68,15 @@ def shard_batch(
         raise ValueError(f"shard_batch(tokens=...): B S is needed, not {shape}")
     rows, size = tokens.shape
     labels = tokens if labels is None else labels
+    for name, x in (("tokens", tokens), ("labels", labels), ("positions", positions)):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"shard_batch({name}=...): a tensor is needed, not {type(x).__name__}")
+    if labels.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64):
+        dtype = str(labels.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"shard_batch(labels=...): signed integers are needed, not {dtype}, since {IGNORE} leaves a target out\n"
+            "    fix: .long()"
+        )
     if labels.shape != tokens.shape:
         raise ValueError(f"shard_batch(labels=...): {tuple(labels.shape)}, the tokens are {tuple(tokens.shape)}")
     cu = documents.boundaries(cu_seqlens if cu_seqlens is not None else (0, size), size)
@@ -134,6 +143,8 @@ def sum_gradients(grads: T, specs: Any, mesh: Mesh) -> T:
     specs: a tree of specs as the parameters lie, `model.specs(params)`, or one for all. Those that are summed over the
     same axes travel together. Nothing is divided. Every rank makes this call.
     """
+    if isinstance(specs, (str, Spec)):
+        specs = tree.map(lambda _: specs, grads)
     leaves = matched(grads, specs, "grads")
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from .errors import SpecError
 from .mesh import Axes, size_of, text_of
 from .spec import parse
 
-__all__ = ["call", "check", "fitted", "takes"]
+__all__ = ["call", "check", "fitted", "ready", "takes"]
 
 
 def takes(core: Callable[..., Any]) -> frozenset[str] | None:
@@ -21,7 +21,9 @@ def takes(core: Callable[..., Any]) -> frozenset[str] | None:
     try:
         parameters = inspect.signature(core).parameters.values()
     except (TypeError, ValueError):  # a builtin that tells nobody
-        return frozenset()
+        raise TypeError(
+            f"{core!r} does not say which arguments it takes\n    fix: lambda q, k, v: core(q, k, v)"
+        ) from None
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 
 
@@ -38,6 +40,15 @@ def check(taken: frozenset[str] | None, name: str, layout: str, queries: str, ax
         )  # fmt: skip
 
 
+def ready(taken: frozenset[str] | None, name: str, given: Mapping[str, Any], told: Sequence[str]) -> None:
+    """Raise `TypeError` before anything moves for a core that does not take what its caller gives. taken: by `takes`.
+    told: what it must be told besides."""
+    for argument in (*given, *told):
+        if taken is not None and argument not in taken:
+            fix = f"def core(q, k, v, *, {argument}, **_): ..."
+            raise TypeError(f"{argument} is given, but {name} takes none\n    fix: {fix}")
+
+
 def call(
     core: Callable[..., Any],
     taken: frozenset[str] | None,
@@ -46,20 +57,19 @@ def call(
     v: Tensor,
     given: Mapping[str, Any],
     told: Mapping[str, Any],
-) -> Any:
+) -> Tensor:
     """The core, told what it takes.
 
     taken: by `takes`. given: what its caller said. told: what the layout adds. Keys and values are repeated for a core
-    without kv_index; head_offset and local_heads are for those that ask; documents and masks must be taken.
+    without kv_index; head_offset and local_heads are for those that ask;
     """
     wanted = {name: x for name, x in told.items() if taken is None or name in taken}
     if "kv_index" in told and "kv_index" not in wanted:
         k, v = (x.index_select(2, told["kv_index"]) for x in (k, v))
-    for name in ("segment_ids", "mask", "sinks"):
-        if name in told and name not in wanted:
-            fix = f"def core(q, k, v, *, {name}, **_): ..."
-            raise TypeError(f"{name} is given, but the core takes none\n    fix: {fix}")
-    return core(q, k, v, **given, **wanted)
+    y = core(q, k, v, **given, **wanted)
+    if not isinstance(y, Tensor):
+        raise TypeError(f"the core returned {type(y).__name__}: one tensor is needed, like q with the width of v")
+    return y
 
 
 def fitted(core: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,8 +78,8 @@ def fitted(core: Callable[..., Any]) -> Callable[..., Any]:
     taken = takes(core)
 
     @functools.wraps(core)
-    def fit(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Any:
-        optional = ("kv_index", "head_offset", "local_heads", "segment_ids", "mask", "sinks")
+    def fit(q: Tensor, k: Tensor, v: Tensor, **told: Any) -> Tensor:
+        optional = ("kv_index", "head_offset", "local_heads")
         given = {name: x for name, x in told.items() if name not in optional}
         return call(core, taken, q, k, v, given, {name: x for name, x in told.items() if name in optional})
 

@@ -44,8 +44,8 @@ class Costs:
 def measure(mesh: Mesh, *, device: Any = "cpu", nbytes: int = 2**22, dtype: torch.dtype = torch.float32) -> Costs:
     """Latency and bandwidth of each axis of a mesh, and arithmetic: of an all-to-all, and of a product of matrices.
 
-    mesh: this rank's own; every rank makes this call. nbytes: of the large exchange, a rank. Every rank returns the
-    same: the slowest of all.
+    mesh: this rank's own; every rank makes this call. nbytes: what a rank holds of the large exchange. Every rank
+    returns the same: the slowest of all.
     """
     size = dtype.itemsize
     found: list[float] = []
@@ -53,11 +53,11 @@ def measure(mesh: Mesh, *, device: Any = "cpu", nbytes: int = 2**22, dtype: torc
     for axis in axes:
         n = mesh[axis]
         times = []
-        for each in (1, max(1, nbytes // (size * n * n))):
+        for each in (1, max(1, nbytes // (size * n))):
             x = torch.zeros(1, n * each, dtype=dtype, device=device)
             run = functools.partial(reshard, x, f"S/{axis} D -> S D/{axis}", mesh, S=n)
             times.append(_median(run, device))
-        sent = (n - 1) * size * max(1, nbytes // (size * n * n))
+        sent = (n - 1) * size * max(1, nbytes // (size * n))
         found += [times[0], max(times[1] - times[0], 1e-9) / sent]
     a = torch.randn(512, 512, dtype=dtype, device=device)
     found.append(_median(lambda: a @ a, device) / (2 * 512**3))
@@ -142,6 +142,8 @@ def best(layouts: Sequence[Layout], mesh: Mesh, sizes: Mapping[str, int], costs:
             continue
         exchanges = sum(costs.seconds(e.axes, max(e.sends[1], e.receives[1])) for e in made.exchanges)
         found.append(Choice(layout, exchanges, 3 * made.flops[1] / costs.flops, made.peak, _why(made), made))
+    if not found:
+        raise ValueError("best(layouts=...): at least one layout is needed")
     if not any(choice.plan for choice in found):
         reasons = "\n".join(f"    {choice.layout.name}: {choice.why}" for choice in found)
         raise SpecError(f"best: none of {len(found)} layouts can be on this mesh\n{reasons}", mesh=str(mesh))

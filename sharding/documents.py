@@ -7,6 +7,7 @@ other one needs.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,17 @@ from .mesh import Axes, Mesh, coordinates
 from .shards import Ranges
 from .spec import Spec, parse
 
-__all__ = ["Boundaries", "Sight", "boundaries", "document_ids", "needed", "pairs", "positions_of", "positions_within"]
+__all__ = [
+    "Boundaries",
+    "Sight",
+    "boundaries",
+    "document_ids",
+    "needed",
+    "pairs",
+    "positions_of",
+    "positions_within",
+    "sight_of",
+]
 
 Boundaries = tuple[int, ...]
 # What a query sees: whether only keys at its position and before, and how many tokens back.
@@ -41,6 +52,8 @@ def boundaries(cu_seqlens: Any, tokens: int) -> Boundaries:
             )
         return queries
     if isinstance(cu_seqlens, Tensor):
+        if torch.compiler.is_compiling():
+            raise TypeError("cu_seqlens in a compiled function: a tuple of whole numbers, on which the plan depends")
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
             dtype = str(cu_seqlens.dtype).removeprefix("torch.")
             raise ValueError(f"cu_seqlens: one dimension of whole numbers is needed, not {dtype} {_shape(cu_seqlens)}")
@@ -68,6 +81,19 @@ def _some(found: Boundaries) -> str:
 
 def _shape(x: Tensor) -> str:
     return "x".join(map(str, x.shape)) or "a scalar"
+
+
+def sight_of(causal: object, window: object) -> Sight:
+    """What a layer says of its queries. Raises `ValueError` for a window that is none."""
+    if window is None:
+        return bool(causal), None
+    try:
+        found = -1 if isinstance(window, bool) else operator.index(window)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if found < 1:
+        raise ValueError(f"window={window!r}: at least 1 token, the query's own, or None")
+    return bool(causal), found
 
 
 def needed(queries: Ranges, cu: Boundaries, sight: Sight) -> Ranges:
@@ -145,8 +171,8 @@ def positions_of(
     """
     spec = parse(spec)
     at = mesh.rank if rank is None else rank
-    if "S" not in sizes and cu_seqlens is not None:
-        sizes = {**sizes, "S": int(cu_seqlens[-1])}
+    if "S" not in sizes and isinstance(cu_seqlens, (Tensor, tuple, list)) and len(cu_seqlens):
+        sizes = {**sizes, "S": operator.index(cu_seqlens[-1])}
     atom = next((atom for atom in spec.atoms if atom.name == "S"), None)
     if atom is None:
         raise SpecError("positions are those of a dimension S, and this spec has none", spec.text or str(spec))

@@ -159,16 +159,20 @@ def plan(
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
     sizes = shards.complete({**({"V": sizes["E"]} if "E" in sizes else {}), **sizes})
+    sight = documents.sight_of(causal, window)
     strange = [letter for letter in sizes if letter not in "BSHKGEVD"]
-    if strange or (window is not None and window < 1):
-        what = f"{strange[0]}={sizes[strange[0]]}" if strange else f"window={window}"
-        raise SpecError(f"a plan has no place for {what}", fix="B, S, H, K, G, E, V, D; a window of at least 1 token")
+    if strange:
+        raise SpecError(f"a plan has no place for {strange[0]}={sizes[strange[0]]}", fix="B, S, H, K, G, E, V or D")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"a plan is of tensors with gradients, and dtype={dtype!r} has none\n    fix: torch.float32")
     missing = [letter for letter in "BSHKEV" if letter not in sizes]
     if missing:
         raise SpecError(
             f"a plan needs sizes: {' and '.join(missing[:2])} is missing", known=shards.known(sizes),
             fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
         )  # fmt: skip
+    if sizes["K"] < 1 or sizes["H"] < 1:
+        raise SpecError(f"a plan needs heads, and H={sizes['H']} K={sizes['K']}")
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
     rules.complete(layout.name, layout.chains, layout.keys, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
@@ -178,7 +182,6 @@ def plan(
     for name in EDGES:
         for text in edges[name]:
             shards.check(parse(text), sizes, mesh.axes)
-    sight = (causal, window)
     made = rehearse(layout, mesh, sizes, dtype, sight, cu)
     exchanges = _exchanges(made)
     inputs = [name for name in ("x", "q", "k", "v", "sinks") if name in edges]

@@ -176,7 +176,7 @@ def _run(
     seen = wire.receive(sent, q=q)
     core = _Core.apply(*seen, parse(wire.edges["o"][0]).local(sizes, mesh, rank))
     out = wire.pass_(o=core)
-    torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    torch.autograd.grad(out, (q, k, v), out.new_empty(out.shape))
     heads = wire.heads().local
     assert heads is not None
     kv_heads = seen[1].shape[rules.place(wire.edges["k"][-1], "K")]

@@ -100,7 +100,7 @@ class Sharded:
         unused = sorted(edge for edge, chain in self.chains.items() if edge not in used and _exchanges(chain))
         if unused:
             raise SpecError(f"{self.layout.name} moves {', '.join(unused)}, which {self.name} does not pass")
-        known = {atom.name for chain in self.chains.values() for text in chain for atom in parse(text).atoms}
+        known = parse_letters(self.chains)
         strange = [letter for letter in self.given if letter not in known | {"H"}]
         if strange:
             raise SpecError(
@@ -150,11 +150,14 @@ class Sharded:
             if given.get(name) is not None:
                 raise ValueError(f"{self.name}({name}=...) under a layout, which says it itself\n    fix: without it")
         known = whole.take(given, self.layout, self.sizes["S"], self._rows({"q": q}), q.device)
+        sinks = given.pop("sinks", None)
+        must = {"segment_ids": known.edges["q_segment_ids"], "mask": known.edges["mask"], "sinks": sinks}
+        must |= {"q_positions": known.positions} if known.given else {}
+        cores.ready(self.takes, self.name, given, [name for name, x in must.items() if x is not None])
         causal, window = (self._option(given, name) for name in ("causal", "window"))
         wire = LayoutWire.of(
             self.layout, at, self.sizes, whole=known.edges, cu=known.cu, ordered=known.ordered, device=q.device
-        ).layer(H=self.sizes["H"], K=self.sizes["K"], causal=bool(causal), window=window)
-        sinks = given.pop("sinks", None)
+        ).layer(H=self.sizes["H"], K=self.sizes["K"], causal=causal, window=window)
         self._check(at, {"q": q, "k": k, "v": v, "sinks": sinks}, wire.edges)
         sent = wire.send(k=k, v=v, k_positions=None, k_segment_ids=None)
         q, q_positions, q_ids, mask, sinks, k, v, k_positions, k_ids = wire.receive(
@@ -173,6 +176,14 @@ class Sharded:
         for name, why in (("wire", "the layout is the wire"), ("cache", "a cache is not split over ranks")):
             if given.get(name) is not None:
                 raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
+        needs = {"mask": "mask", "segment_ids": "q_segment_ids", "cu_seqlens": "q_segment_ids",
+                 "q_positions": "q_positions", "k_positions": "k_positions"}  # fmt: skip
+        passed = {edge.rsplit(".", 1)[-1] for edge in self.declared}
+        for name, edge in needs.items():
+            if given.get(name) is not None and edge not in passed:
+                raise ValueError(
+                    f"{self.name}({name}=...) under a layout: it passes no edge {edge} that would bring it"
+                )
         self._check(at, given, dict(rules.of_rows(self.layout.chains)))
         device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
         known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
@@ -209,10 +220,11 @@ class Sharded:
         return bound, {**named, **(bound.arguments.get(extra, {}) if extra else {}), **ours}
 
     def _option(self, given: Mapping[str, Any], name: str) -> Any:
-        """An argument of the core, or its default."""
-        if name in given or name not in self.signature.parameters:
-            return given.get(name)
-        return self.signature.parameters[name].default
+        """What the caller says of what queries see. A default counts where it can only mean that they see all."""
+        if name in given:
+            return given[name]
+        default = self.signature.parameters[name].default if name in self.signature.parameters else None
+        return default if default is True or default is None else None
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by name. A core's first three are q, k, v, whatever it calls them."""
@@ -261,13 +273,22 @@ class Sharded:
         heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads))
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
+        cfg = next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
+        inside = {letter for letter in parse_letters(self.chains) if letter not in "BS" and self.layout.split(letter)}
         for name, x in named.items():
-            if isinstance(x, tree.Tree) and "cfg" in named:
-                specs[name] = self.specs(x, named["cfg"])
+            if isinstance(x, tree.Tree) and cfg is not None:
+                specs[name] = self.specs(x, cfg)
+            elif inside and name not in edges and name not in whole.NAMES and _holds_tensors(x):
+                what = f"a {type(x).__name__}" + " without a config" * isinstance(x, tree.Tree)
+                raise SpecError(
+                    f"{self.name}({name}=...): {self.layout.name} splits {', '.join(sorted(inside))}, and nothing says "
+                    f"how {what} lies",
+                    fix="a tree of parameters beside its config, which has the sizes of their letters",
+                )
         return specs
 
     def _in_spec(self, name: str, x: Any, edges: Mapping[str, tuple[str, ...]]) -> Any:
-        if isinstance(x, (tuple, list)) and name in edges and name not in whole.NAMES:
+        if isinstance(x, (tuple, list)) and _holds_tensors(x) and (name in edges or name == "segment_ids"):
             return type(x)(self._in_spec(name, each, edges) for each in x)
         if not isinstance(x, Tensor):
             return None
@@ -284,8 +305,7 @@ class Sharded:
         spec = parse(edges[name][0])
         at, dims = rules.batch(edges[name][0])
         if name in ("rope", "rope_positions") and x.dim() == dims and x.shape[at] == 1:
-            whole_rows = tuple(tuple(replace(a, axes=()) if a.name == "B" else a for a in dim) for dim in spec.dims)
-            return str(Spec(whole_rows))
+            return "... " + " ".join(edges[name][0].split()[at + 1 :])  # one row for all
         return str(spec)
 
     def _of_parameter(self, text: str) -> Spec:
@@ -310,6 +330,15 @@ class Sharded:
             return tuple(map(of, x)) if isinstance(x, tuple) else None
 
         return of(result)
+
+
+def parse_letters(chains: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """Every letter of a layout's edges."""
+    return {letter for chain in chains.values() for text in chain for letter in parse(text).letters}
+
+
+def _holds_tensors(x: Any) -> bool:
+    return not isinstance(x, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree.leaves(x))
 
 
 def _dims(text: str) -> list[tuple[str, ...]]:

@@ -29,7 +29,8 @@ class Call(NamedTuple):
 
     text: the pair that asked for it. site: the source line, of the forward call where this is its backward. rest: the
     sizes of the dimensions that stay as they are. grad: whether backward will come by. edges: the names of the tensors,
-    where a layout's wire packs several. Peers must agree on all but the site.
+    where a layout's wire packs several. seen: what it was told of what queries see. Peers must agree on all but the
+    site.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     rest: tuple[int, ...] = ()
     grad: bool = False
     edges: tuple[str, ...] = ()
+    seen: tuple[Any, ...] = ()
 
     @property
     def title(self) -> str:
@@ -171,6 +173,7 @@ def _differ(first: int, a: Part, r: int, b: Part, group: Sequence[int]) -> str |
         ("bring different dtypes", a.dtype, b.dtype),
         ("bring shapes that differ in the dimensions that stay", a.call.rest, b.call.rest),
         ("differ in whether x requires a gradient", a.call.grad, b.call.grad),
+        ("were told other things of what a query sees (causal, window, cu_seqlens)", a.call.seen, b.call.seen),
     ):
         if one != other:
             return f"rank {first} and rank {r} {what}: {_told(one)} and {_told(other)}"
@@ -185,6 +188,8 @@ def _differ(first: int, a: Part, r: int, b: Part, group: Sequence[int]) -> str |
 
 
 def _told(value: Any) -> str:
+    if isinstance(value, tuple) and not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
+        return str(value)
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
 
 

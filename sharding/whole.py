@@ -51,6 +51,8 @@ def take(arguments: dict[str, Any], layout: Layout, tokens: int, rows: int, devi
                 'document, and these are others\n    fix: exchange="all", or no positions'
             )
         ordered = True
+    if isinstance(ids, (tuple, list)) and len(ids) != 2:
+        raise ValueError(f"segment_ids: B S, or a pair of queries' and keys', not {len(ids)} of them")
     q_ids, k_ids = ids if isinstance(ids, (tuple, list)) else (ids, ids)
     for name, x in (("segment_ids", q_ids), ("segment_ids of the keys", k_ids)):
         if x is not None:
@@ -73,11 +75,15 @@ def _positions(
     both, q, k = (found.get(name) for name in ("positions", "q_positions", "k_positions"))
     if (q is None) != (k is None):
         raise ValueError("q_positions and k_positions: both, or neither (here one token is query and key)")
+    if both is not None and q is not None:
+        raise ValueError("positions and q_positions both say where tokens stand\n    fix: one of them")
+    named = [("positions", both)] if both is not None else [("q_positions", q), ("k_positions", k)]
+    for name, p in named:
+        if p is not None:
+            of_all = isinstance(p, Tensor) and p.dim() > 0 and p.shape[0] == 1
+            _fits(name, p, (1 if of_all else rows, tokens), tokens, device)
     q, k = (both, both) if q is None else (q, k)
-    q, k = (usual if p is None else p for p in (q, k))
-    for name, p in (("positions" if both is not None else "q_positions", q), ("k_positions", k)):
-        _fits(name, p, (1 if p.dim() > 0 and p.shape[0] == 1 else rows, tokens), tokens, device)
-    return q, k
+    return (usual, usual) if q is None or k is None else (q, k)
 
 
 def _fits(name: str, x: Any, shape: tuple[int, int], tokens: int, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from .moves import Planned
 from .reshard import Flight, call_of, check_transport, exchanged, noted, planned
 from .shards import Ranges
 from .steps import COLLECTIVES
+from .transport import Call
 from .whole import check_heads
 
 __all__ = ["LayoutWire"]
@@ -70,7 +71,7 @@ class LayoutWire:
                     known=shards.known(self.sizes), mesh=str(self.mesh),
                     fix=f"shard(..., {letter}={count}), or without it where layers differ",
                 )  # fmt: skip
-        sight = (causal, None if window is None else operator.index(window))
+        sight = documents.sight_of(causal, window)
         if "H" not in said:
             return replace(self, sizes={**self.sizes, **said}, sight=sight)
         H, K = said["H"], said["K"]
@@ -116,7 +117,8 @@ class LayoutWire:
         while groups := self._groups([edge]):
             self._exchange(groups[0])
         found = self._seen(edge)
-        assert found is not None
+        if found is None:
+            raise TypeError(f"{name}: a tensor is needed, not None")
         return found
 
     def mine(self, x: Tensor) -> Tensor:
@@ -136,6 +138,11 @@ class LayoutWire:
             )  # fmt: skip
         chain = self.edges[rule]
         if name in WHOLE:
+            if x is not None and self.whole.get(name) is None:
+                raise SpecError(
+                    f"{self.layout.name}: this layer passes a {name} of its own, which is not known as a whole",
+                    mesh=str(self.mesh), fix=f"hand it over from outside, all of it, by the argument of {name}",
+                )  # fmt: skip
             return _Edge(name, self.whole.get(name), chain)
         if x is not None and len(chain) == 1 and all(letter in self.sizes for letter in rules.split(chain[0])):
             planned(
@@ -170,13 +177,19 @@ class LayoutWire:
     def _exchange(self, group: list[_Edge]) -> None:
         check_transport(self.mesh)
         xs, moves, backs = _parts(group)
-        ys = noted(exchanged(xs, moves, backs, _call(group, xs), self.mesh), self.mesh)
+        ys = noted(exchanged(xs, moves, backs, self._call(group, xs), self.mesh), self.mesh)
         for edge, y in zip(group, ys, strict=True):
             edge.arrived(y)
 
+    def _call(self, group: list[_Edge], xs: tuple[Tensor, ...]) -> Call:
+        """What an exchange is for; peers that were told other things of what queries see are found by it."""
+        text = "; ".join(f"{edge.name}: {edge.pair}" for edge in group)
+        made = call_of(xs, text, tuple(edge.name for edge in group))
+        return made if torch.compiler.is_compiling() else made._replace(seen=(*self.sight, self.cu))
+
     def _launch(self, group: list[_Edge]) -> _Flying:
         xs, moves, backs = _parts(group)
-        flight = Flight(moves, backs, _call(group, xs), self.mesh)
+        flight = Flight(moves, backs, self._call(group, xs), self.mesh)
         flying = _Flying(flight, flight.launch(xs), group)
         for edge in group:
             edge.flight = flying
@@ -256,11 +269,6 @@ class _Flying:
 def _parts(group: list[_Edge]) -> tuple[tuple[Tensor, ...], tuple[Any, ...], tuple[Any, ...]]:
     xs, plans = [edge.x for edge in group if edge.x is not None], [edge.plan for edge in group if edge.plan is not None]
     return tuple(xs), tuple(plan.move for plan in plans), tuple(plan.adjoint for plan in plans)
-
-
-def _call(group: list[_Edge], xs: tuple[Tensor, ...]) -> Any:
-    text = "; ".join(f"{edge.name}: {edge.pair}" for edge in group)
-    return call_of(xs, text, tuple(edge.name for edge in group))
 
 
 def _resolved(layout: Layout, axes: Axes, heads: tuple[int, int] | None) -> rules.Edges:
