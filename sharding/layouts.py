@@ -64,7 +64,8 @@ class Layout:
         if self.exchange not in ("all", "needed"):
             raise ValueError(f'{self.name}: exchange={self.exchange!r}; it is "all" or "needed"')
         given = self.edges.items() if isinstance(self.edges, Mapping) else self.edges
-        found = tuple((name, _chain(specs)) for name, specs in given)
+        chains = {name: _chain(specs) for name, specs in given}
+        found = tuple({**chains, **{n: c for n, c in _beside(chains).items() if n not in chains}}.items())
         for edge, chain in found:
             steps_to_gather = len(gathers(chain))
             if edge in self.keys and self.exchange == "needed" and steps_to_gather > 1:
@@ -126,6 +127,33 @@ def _chain(specs: str | tuple[str, ...]) -> tuple[str, ...]:
     for a, b in itertools.pairwise(found):
         steps(*parse_pair(f"{a} -> {b}"))  # raises where no steps lead from one to the next
     return tuple(str(spec) for spec, _ in itertools.groupby(found))
+
+
+def _beside(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The edges that go with queries, as their specs say it: positions, documents, mask, a parameter of each head."""
+    if "q" not in chains:
+        return {}
+    first, last = parse(chains["q"][0]), parse(chains["q"][-1])
+    heads = [next((dim for dim in spec.dims if dim[0].name in ("K", "H")), ()) for spec in (first, last)]
+    batch, before, seen = (
+        next((str(atom) for atom in spec.atoms if atom.name == letter), "")
+        for letter, spec in (("B", first), ("S", first), ("S", last))
+    )
+    if not (all(heads) and batch and before):
+        return {}
+    split = [_written(dim) for dim in heads]
+    whole = _written(tuple(replace(atom, axes=(), need=None, zigzag=False) for atom in heads[0]))
+    tokens, mask = (f"{batch} S", f"{batch} {seen}"), (f"{batch} {whole} S T", f"{batch} {split[1]} {seen} T")
+    keys = (f"{batch} T",)
+    found = {
+        "q_positions": tokens, "k_positions": keys, "q_segment_ids": tokens, "k_segment_ids": keys, "mask": mask,
+        "sinks": (split[0], split[1]),
+    }  # fmt: skip
+    return {name: _chain(chain) for name, chain in found.items()}
+
+
+def _written(dim: tuple[Atom, ...]) -> str:
+    return str(dim[0]) if len(dim) == 1 else f"({' '.join(map(str, dim))})"
 
 
 def gathers(chain: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -221,12 +249,6 @@ def _edges(
         "q": f"{order(S, f'({heads} G) E')} -> {order(q_seen, f'({heads}{after} G) E')}",
         "k": f"{order(S, f'{heads} E')} -> {order('S', f'{heads}{after} E')}",
         "v": f"{order(S, f'{heads} V')} -> {order('S', f'{heads}{after} V')}",
-        "q_positions": f"{batch} S -> {batch} {q_seen}",
-        "k_positions": f"{batch} T",
-        "q_segment_ids": f"{batch} S -> {batch} {q_seen}",
-        "k_segment_ids": f"{batch} T",
-        "mask": f"{batch} (K G) S T -> {batch} ({heads}{after} G) {q_seen} T",
-        "sinks": f"({heads} G) -> ({heads}{after} G)",
         "o": f"{order(q_seen, f'({heads}{after} G) V')} -> {order(S, f'({heads} G) V')}",
         "out": f"{order(S, 'D')} +{tp} -> {order(S, 'D')}" if tp else order(S, "D"),
     }

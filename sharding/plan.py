@@ -49,6 +49,7 @@ class Plan:
 
     exchanges: in the order of their launch, forward and then backward. classes: ranks by what they do. order: launches,
     waits and the core, forward and backward. pending: for each input the axes over which its gradient is a pending sum.
+    notes: what is not in it.
     """
 
     title: str
@@ -57,6 +58,7 @@ class Plan:
     classes: tuple[Rank, ...]
     order: tuple[tuple[str, ...], tuple[str, ...]]
     pending: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
     mesh: Mesh = field(compare=False)
 
     @property
@@ -154,7 +156,8 @@ def plan(
     """What attention in a layout will do: `print(hybrid().plan(mesh, B=2, S=96, H=9, K=3, E=64))`.
 
     mesh: any; nothing runs. dtype: of q, k and v. causal, window, cu_seqlens: what a query sees, for arithmetic and for
-    `exchange="needed"`. sizes: global; B, S, E and two of H, K, G; V where values are wider or narrower than keys.
+    `exchange="needed"`. sizes: global; B, S, E and two of H, K, G; V where values are wider or narrower than keys; D
+    of the model, for a sum over tp.
 
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
@@ -188,8 +191,12 @@ def plan(
     split = {name: parse(edges[name][0]).axes for name in inputs}
     large = [axis for axis, n in mesh.axes if n > 1]
     pending = tuple((name, tuple(axis for axis in large if axis not in split[name])) for name in inputs)
+    notes: tuple[str, ...] = ()
+    if len(edges.get("out", ())) > 1 and "D" not in sizes:
+        notes = (f"not counted: the sum of out, {edges['out'][0]} -> {edges['out'][-1]}, for want of D=",)
     specs = [parse(text) for chain in edges.values() for text in chain]
-    used = " ".join(f"{letter}={sizes[letter]}" for letter in "BSHKEV" if letter != "V" or sizes["V"] != sizes["E"])
+    shown = [letter for letter in "BSHKEVD" if letter in sizes and (letter != "V" or sizes["V"] != sizes["E"])]
+    used = shards.known({letter: sizes[letter] for letter in shown})
     sees = "causal" if causal else "every key is seen"
     sees += f", window {window}" * (window is not None)
     sees += f", {len(set(cu)) - 1} documents" if cu is not None else ""
@@ -202,6 +209,7 @@ def plan(
         tuple(made),
         _orders(made[0].events),
         pending,
+        notes,
         mesh,
     )
 
@@ -225,8 +233,9 @@ def _orders(events: Sequence[Event]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return f"{event.what} {' '.join(event.call.edges)}"
 
     forward, backward = ([e for e in events if e.call.backward == way] for way in (False, True))
-    last = sum(e.call.edges != ("o",) for e in forward)
-    first = sum(e.call.edges == ("o",) for e in backward)
+    behind = (("o",), ("out",))
+    last = sum(e.call.edges not in behind for e in forward)
+    first = sum(e.call.edges in behind for e in backward)
     return (
         (*map(said, forward[:last]), "core", *map(said, forward[last:])),
         (*map(said, backward[:first]), "core", *map(said, backward[first:])),

@@ -24,6 +24,12 @@ __all__ = ["EDGES", "Rank", "rehearse"]
 
 EDGES = ("q", "k", "v", "o")
 
+
+def summed(edges: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:
+    """Whether the sum after the last projection is in the plan: where there is one, and the model's width is known."""
+    return len(edges.get("out", ())) > 1 and "D" in sizes
+
+
 Work = tuple[int, int, int]  # queries, keys, pairs of the two that see each other
 
 
@@ -59,6 +65,8 @@ def rehearse(
     Ranks that exchange alike are rehearsed once; those of them that compute alike make one class.
     """
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
+    if not summed(edges, sizes):
+        edges.pop("out", None)
     cu = cu or (0, sizes["S"])
     work, needs = _work_of(edges, mesh, sizes, sight, cu), _needs_of(edges, mesh, sizes, layout, sight, cu)
     alike: dict[object, dict[Work, list[int]]] = {}
@@ -79,7 +87,7 @@ def rehearse(
 def _keys(edges: Mapping[str, tuple[str, ...]], axes: Axes, sizes: Mapping[str, int]) -> list[Callable[[int], object]]:
     """What tells ranks apart in each step of each edge."""
     found = []
-    for name in EDGES:
+    for name in (*EDGES, *(["out"] if "out" in edges else [])):
         for a, b in itertools.pairwise(edges[name]):
             text, left = f"{a} -> {b}", parse(a)
             letters = rules.letters((a,))
@@ -174,13 +182,15 @@ def _run(
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes.values())
     sent = wire.send(k=k, v=v)
     seen = wire.receive(sent, q=q)
-    core = _Core.apply(*seen, parse(wire.edges["o"][0]).local(sizes, mesh, rank))
-    out = wire.pass_(o=core)
-    torch.autograd.grad(out, (q, k, v), out.new_empty(out.shape))
+    core = _Core.apply(parse(wire.edges["o"][0]).local(sizes, mesh, rank), *seen)
+    out = result = wire.pass_(o=core)
+    if summed(wire.edges, sizes):
+        result = wire.pass_(out=_Core.apply(parse(wire.edges["out"][0]).local(sizes, mesh, rank), out))
+    torch.autograd.grad(result, (q, k, v), result.new_empty(result.shape))
     heads = wire.heads().local
     assert heads is not None
     kv_heads = seen[1].shape[rules.place(wire.edges["k"][-1], "K")]
-    memory = _memory(trace.events, dry.buffers, (q, k, v), seen, core, out)
+    memory = _memory(trace.events, dry.buffers, (q, k, v), seen, core, out, result)
     return _Ran(rows, heads, kv_heads, memory, tuple(trace.events))
 
 
@@ -188,23 +198,23 @@ class _Core(torch.autograd.Function):
     """What stands between the exchanges: a result of the right shape, and gradients of everything."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return q.new_empty(shape)
+    def forward(ctx: Any, shape: tuple[int, ...], *xs: Tensor) -> Tensor:
+        ctx.save_for_backward(*xs)
+        return xs[0].new_empty(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *(torch.empty_like(x) for x in ctx.saved_tensors), None
+        return None, *(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
 def _memory(
     events: Sequence[Event], buffers: Sequence[tuple[Tensor, Tensor]], ins: Sequence[Tensor], seen: Sequence[Tensor],
-    core: Tensor, out: Tensor,
+    core: Tensor, out: Tensor, result: Tensor,
 ) -> tuple[tuple[str, int], ...]:  # fmt: skip
     """Bytes of edges and buffers after each event. What came in stays; a buffer lives from launch to wait, or stays as
     what came; backward finds what the core keeps (its q, k, v and o) and the gradient of the output."""
-    before = {"q": ins[0], "k": ins[1], "v": ins[2], "o": core}
-    after = {"q": seen[0], "k": seen[1], "v": seen[2], "o": out}
+    before = {"q": ins[0], "k": ins[1], "v": ins[2], "o": core, "out": result}
+    after = {"q": seen[0], "k": seen[1], "v": seen[2], "o": out, "out": result}
     held, turned = _bytes(*ins), False
     found = [("inputs", held)]
     flying: dict[tuple[str, ...], tuple[int, int]] = {}
@@ -212,7 +222,7 @@ def _memory(
     for event in events:
         names = event.call.edges
         if event.call.backward and not turned:
-            turned, held = True, _bytes(*ins, *seen, core, out) + _bytes(out)
+            turned, held = True, _bytes(*ins, *seen, core, out, result) + _bytes(result)
             found.append(("core, gradient of the output", held))
         if event.what == "launch":
             sent, received = map(_bytes, next(launches))

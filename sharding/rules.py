@@ -6,13 +6,14 @@ All of it is plain Python from whole numbers, the same on every rank, and raises
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from . import shards
 from .constant import constant
 from .errors import SpecError
-from .layouts import gathers
+from .layouts import OUTBOUND, WHOLE, gathers
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
 from .spec import Atom, Spec, parse
@@ -182,7 +183,37 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
                     str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
                     fix=f"one more spec for {edge}, in which S is whole",
                 )  # fmt: skip
+    _alike(name, found, axes)
     return True
+
+
+def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
+    """Raise `SpecError` where edges that meet lie differently: arguments outside a layer, queries and what goes with
+    them inside."""
+    if "q" not in edges:
+        return
+    outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in WHOLE}
+    inside = {e: edges[e][0 if e == "o" else -1] for e in (*_WITH_QUERIES, "o") if e in edges}
+    for other, spec in outside.items():
+        _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
+    for other, spec in inside.items():
+        _same(name, "q", edges["q"][-1], other, spec, ("S", "K", "H"), axes)
+
+
+_WITH_QUERIES = ("q_positions", "q_segment_ids", "mask", "sinks")
+
+
+def _same(name: str, edge: str, a: Spec, other: str, b: Spec, letters: tuple[str, ...], axes: Axes) -> None:
+    for letter in letters:
+        mine, theirs = (next((atom for atom in spec.atoms if atom.name == letter), None) for spec in (a, b))
+        if mine is None or theirs is None:
+            continue
+        here, there = ((*(x for x in atom.axes if size_of(axes, x) > 1), atom.zigzag) for atom in (mine, theirs))
+        if here != there:
+            raise SpecError(
+                f"{name}: {edge} and {other} meet, but {letter} lies as {mine} in one and as {theirs} in the other",
+                str(b), mesh=text_of(axes, a, b), fix=f"{mine} in {other} too",
+            )  # fmt: skip
 
 
 @constant

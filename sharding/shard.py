@@ -72,13 +72,14 @@ class Sharded:
     def __init__(self, fn: Callable[..., Any], layout: Layout, mesh: Mesh, sizes: Mapping[str, int]) -> None:
         self.fn, self.layout, self.mesh, self.given = fn, layout, mesh, dict(sizes)
         self.sizes = shards.complete(sizes)
+        taken = cores.takes(fn)
         self.signature = inspect.signature(fn)
         self.is_layer = "wire" in self.signature.parameters
         name = getattr(fn, "__name__", type(fn).__name__)
         self.name = "this core" if name == "<lambda>" else name
         self.declared = dict(edges_of(fn)) if self.is_layer else dict(getattr(fn, "edges", CORE))
         self.chains = dict(layout.chains)
-        self.takes = cores.takes(fn)
+        self.takes = taken
         self._join()
 
     def _join(self) -> None:

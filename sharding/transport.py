@@ -59,10 +59,12 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """One rank's reach. axes: those that name the group. counts: of each member's block, in elements. spare: memory
-    that it keeps to pack into, if it does."""
+    """One rank's reach. axes: those that name the group. counts: of each member's block, in elements."""
 
-    spare: Spare | None
+    @property
+    def spare(self) -> Spare | None:
+        """Memory of exchanges that are over."""
+        ...
 
     @property
     def traces(self) -> bool:

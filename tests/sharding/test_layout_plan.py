@@ -151,25 +151,27 @@ gradients: x, q, k, v whole; sinks a pending sum over g; parameters over every a
 def test_heads_and_rows_around():
     layout = sh.hybrid(tp="tp", dp="dp")
     assert_expected_inline(
-        str(layout.plan(sh.Mesh(dp=2, tp=2, g=2, u=2), B=3, S=96, H=16, K=4, E=64)),
+        str(layout.plan(sh.Mesh(dp=2, tp=2, g=2, u=2), B=3, S=96, H=16, K=4, E=64, D=128)),
         """\
 hybrid(ulysses="u", gather="g", tp="tp", dp="dp")
-mesh: dp=2 tp=2 g=2 u=2     sizes: B=3 S=96 H=16 K=4 E=64     float32     every key is seen
+mesh: dp=2 tp=2 g=2 u=2     sizes: B=3 S=96 H=16 K=4 E=64 D=128     float32     every key is seen
 
                    collective                                                      sends          receives  copies
 forward   q, k, v  all-to-all over u      S/g/u -> S/g, K/tp -> K/tp/u  36,864 to 73,728  36,864 to 73,728   1 + 0
           k, v     all-gather over g      S/g -> S                      24,576 to 49,152  24,576 to 49,152   1 + 0
           o        all-to-all over u      S/g -> S/g/u, K/tp/u -> K/tp  24,576 to 49,152  24,576 to 49,152   1 + 1
-backward  o        all-to-all over u      S/g/u -> S/g, K/tp -> K/tp/u  24,576 to 49,152  24,576 to 49,152   1 + 1
+          out      all-reduce over tp                                   12,288 to 24,576  12,288 to 24,576   0 + 0
+backward  out      all-reduce over tp                                   12,288 to 24,576  12,288 to 24,576   0 + 0
+          o        all-to-all over u      S/g/u -> S/g, K/tp -> K/tp/u  24,576 to 49,152  24,576 to 49,152   1 + 1
           k, v     reduce-scatter over g  S -> S/g                      24,576 to 49,152  24,576 to 49,152   1 + 0
           q, k, v  all-to-all over u      S/g -> S/g/u, K/tp/u -> K/tp  36,864 to 73,728  36,864 to 73,728   1 + 1
 
 ranks  queries  keys        heads      flops  peak bytes
-0..7        48    96  4 reading 1  9,437,184   1,130,496
-8..15       48    96  4 reading 1  4,718,592     565,248
+0..7        48    96  4 reading 1  9,437,184   1,105,920
+8..15       48    96  4 reading 1  4,718,592     552,960
 
-order, forward: launch q k v, wait q k v, launch k v, wait k v, core, launch o, wait o
-order, backward: launch o, wait o, core, launch k v, wait k v, launch q k v, wait q k v
+order, forward: launch q k v, wait q k v, launch k v, wait k v, core, launch o, wait o, launch out, wait out
+order, backward: launch out, wait out, launch o, wait o, core, launch k v, wait k v, launch q k v, wait q k v
 gradients: q, k, v whole; x a pending sum over tp; sinks a pending sum over dp, g, u; parameters over every axis that
     does not split them""",
     )

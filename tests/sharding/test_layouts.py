@@ -25,9 +25,9 @@ ulysses("u")
   q      B S/u (K G) E -> B S (K/u G) E  all-to-all over u
   k      B S/u K E -> B S K/u E          all-to-all over u
   v      B S/u K V -> B S K/u V          all-to-all over u
+  o      B S (K/u G) V -> B S/u (K G) V  all-to-all over u
   mask   B (K G) S T -> B (K/u G) S T    whole on every rank, then a slice
   sinks  (K G) -> (K/u G)                a slice
-  o      B S (K/u G) V -> B S/u (K G) V  all-to-all over u
   out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss: stay as they come
   q_positions, k_positions, q_segment_ids, k_segment_ids: whole on every rank""",
     )
@@ -42,11 +42,11 @@ all_gather("g", zigzag=True, exchange="needed")
   q              B S/g:zigzag (K G) E                 stays
   k              B S/g:zigzag K E -> B S K E          only what is needed, all-to-all over g
   v              B S/g:zigzag K V -> B S K V          only what is needed, all-to-all over g
+  o              B S/g:zigzag (K G) V                 stays
   q_positions    B S -> B S/g:zigzag                  whole on every rank, then a slice
   q_segment_ids  B S -> B S/g:zigzag                  whole on every rank, then a slice
   mask           B (K G) S T -> B (K G) S/g:zigzag T  whole on every rank, then a slice
-  o              B S/g:zigzag (K G) V                 stays
-  sinks, out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss: stay as they
+  out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, sinks: stay as they
   come
   k_positions, k_segment_ids: whole on every rank""",
     )
@@ -61,12 +61,12 @@ hybrid(ulysses="u", gather="g", tp="tp", dp="dp", overlap=True)
   q              B/dp S/g/u (K/tp G) E -> B/dp S/g (K/tp/u G) E                  all-to-all over u
   k              B/dp S/g/u K/tp E -> B/dp S/g K/tp/u E -> B/dp S K/tp/u E       all-to-all over u, then all-gather over g
   v              B/dp S/g/u K/tp V -> B/dp S/g K/tp/u V -> B/dp S K/tp/u V       all-to-all over u, then all-gather over g
+  o              B/dp S/g (K/tp/u G) V -> B/dp S/g/u (K/tp G) V                  all-to-all over u
+  out            B/dp S/g/u D +tp -> B/dp S/g/u D                                all-reduce over tp
   q_positions    B/dp S -> B/dp S/g                                              whole on every rank, then a slice
   q_segment_ids  B/dp S -> B/dp S/g                                              whole on every rank, then a slice
   mask           B/dp (K G) S T -> B/dp (K/tp/u G) S T -> B/dp (K/tp/u G) S/g T  whole on every rank, then a slice
   sinks          (K/tp G) -> (K/tp/u G)                                          a slice
-  o              B/dp S/g (K/tp/u G) V -> B/dp S/g/u (K/tp G) V                  all-to-all over u
-  out            B/dp S/g/u D +tp -> B/dp S/g/u D                                all-reduce over tp
   h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss: stay as they come
   k_positions, k_segment_ids: whole on every rank""",
     )
