@@ -22,7 +22,7 @@ def constant(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return cached(*args, **kwargs)
+        return cached(*args, **kwargs)  # type: ignore[arg-type]  # which must be hashable
 
     call.cache_info = cached.cache_info  # type: ignore[attr-defined]
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]

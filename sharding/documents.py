@@ -6,10 +6,11 @@ other one needs.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,6 +138,39 @@ def _sum(first: int, last: int, window: int | None) -> int:
         return (last * (last + 1) - first * (first + 1)) // 2
     middle = max(first, min(last, window))
     return _sum(first, middle, None) + (last - middle) * window
+
+
+class Traffic(NamedTuple):
+    """Tokens that a rank sends to others and receives from them, gives in all (its own included), and wants in all."""
+
+    sent: int
+    received: int
+    given: int
+    wanted: int
+
+
+def traffic(holds: Sequence[Ranges], wanted: Sequence[Ranges]) -> list[Traffic]:
+    """Of each member of a group, from what each of them holds and wants; in a time that grows like their number."""
+    steps: dict[int, int] = {}  # where the number of members that want a token changes
+    for ranges in wanted:
+        for a, b in ranges:
+            steps[a], steps[b] = steps.get(a, 0) + 1, steps.get(b, 0) - 1
+    points = sorted(steps)
+    before, count, totals = 0, 0, []  # of all tokens before each point, how often they are wanted
+    for i, point in enumerate(points):
+        before += count * (point - points[i - 1]) if i else 0
+        totals.append((before, count := count + steps[point]))
+
+    def upto(at: int) -> int:
+        i = bisect.bisect_right(points, at) - 1
+        return totals[i][0] + totals[i][1] * (at - points[i]) if i >= 0 else 0
+
+    found = []
+    for hold, mine in zip(holds, wanted, strict=True):
+        own = sum(max(0, min(b, d) - max(a, c)) for a, b in hold for c, d in mine)
+        given, all_of_it = sum(upto(b) - upto(a) for a, b in hold), shards.length(mine)
+        found.append(Traffic(given - own, all_of_it - own, given, all_of_it))
+    return found
 
 
 @constant

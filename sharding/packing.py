@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ def packed(packages: Sequence[Package], moves: Sequence[Move], empty: Callable[[
         if side.layout == "even":
             blocks = first.unflatten(side.dim, (len(side.part), side.lengths[0])).movedim(side.dim, 0)
             if blocks.is_contiguous():
-                return blocks.view(-1)
+                return cast(Tensor, blocks.view(-1))
             flat = empty(blocks.numel())
             flat.view(blocks.shape).copy_(blocks)
             return flat

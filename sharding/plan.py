@@ -118,7 +118,9 @@ class Plan:
         said = [f"{', '.join(whole)} whole"] * bool(whole) + said
         gradients = f"gradients: {'; '.join(said)}; parameters over every axis that does not split them"
         return [
-            line for text in (*moved, *orders, gradients) for line in textwrap.wrap(text, 118, subsequent_indent="    ")
+            line
+            for text in (*moved, *orders, *self.notes, gradients)
+            for line in textwrap.wrap(text, 118, subsequent_indent="    ")
         ]
 
     def __str__(self) -> str:

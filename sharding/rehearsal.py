@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from . import documents, moves, rules, shards
 from .classes import Dry, key_of
-from .documents import Boundaries, Sight
+from .documents import Boundaries, Sight, Traffic
 from .layouts import Layout
 from .mesh import Axes, Mesh
 from .shards import Ranges
@@ -69,18 +70,25 @@ def rehearse(
         edges.pop("out", None)
     cu = cu or (0, sizes["S"])
     work, needs = _work_of(edges, mesh, sizes, sight, cu), _needs_of(edges, mesh, sizes, layout, sight, cu)
-    alike: dict[object, dict[Work, list[int]]] = {}
+    alike: dict[object, dict[tuple[Work, Traffic | None], list[int]]] = {}
     keys = _keys(edges, mesh.axes, sizes)
     for rank in range(mesh.size):
-        exchanged = (tuple(key(rank) for key in keys), needs(rank))
-        alike.setdefault(exchanged, {}).setdefault(work(rank), []).append(rank)
+        moved = needs(rank)
+        # What is sent of keys differs from rank to rank, and what happens to it does not.
+        how = None if moved is None else (moved.sent > 0, moved.received > 0, moved.given > 0, moved.wanted > 0)
+        exchanged = (tuple(key(rank) for key in keys), how)
+        alike.setdefault(exchanged, {}).setdefault((work(rank), moved), []).append(rank)
     found = []
     for classes in alike.values():
-        first = next(iter(classes.values()))[0]
-        run = _run(layout, mesh, first, sizes, dtype, sight, cu)
-        for (queries, seen, pairs), ranks in classes.items():
+        (_, first), ranks = next(iter(classes.items()))
+        run = _run(layout, mesh, ranks[0], sizes, dtype, sight, cu)
+        for ((queries, seen, pairs), moved), ranks in classes.items():
+            events, memory = run.events, _memory(run.events, run.held)
+            if moved is not None and first is not None and moved != first:
+                events, held = _of_other_keys(run, rules.gathered(edges["k"]), first, moved)
+                memory = _memory(events, held)
             flops = 2 * run.rows * run.heads * pairs * (sizes["E"] + sizes["V"])
-            found.append(Rank(tuple(ranks), queries, seen, run.heads, run.kv_heads, flops, run.memory, run.events))
+            found.append(Rank(tuple(ranks), queries, seen, run.heads, run.kv_heads, flops, memory, events))
     return found
 
 
@@ -115,23 +123,24 @@ def _work_of(
 def _needs_of(
     edges: Mapping[str, tuple[str, ...]], mesh: Mesh, sizes: Mapping[str, int], layout: Layout, sight: Sight,
     cu: Boundaries,
-) -> Callable[[int], object]:  # fmt: skip
-    """How many tokens a rank sends of its keys and gets of others', where only those are sent that are needed."""
+) -> Callable[[int], Traffic | None]:  # fmt: skip
+    """How many tokens of keys a rank sends and gets, where only those are sent that are needed."""
     gathered, size = rules.gathered(edges["k"]), sizes["S"]
     if layout.exchange == "all" or not gathered:
         return lambda rank: None
-    pair = f"{rules.tokens(edges['k'][-2])} -> {rules.tokens(edges['k'][-1])}"
+    queries, keys = atom_of(edges["q"][-1], "S"), atom_of(edges["k"][-2], "S")
+    groups: dict[tuple[int, ...], list[Traffic]] = {}
 
-    def needs(rank: int) -> object:
+    def needs(rank: int) -> Traffic | None:
         ranks = mesh.ranks(gathered, rank)
-        wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
-        found = moves.move(pair, mesh.axes, rank, (("S", size),), 1, (), wanted).move
-        sides = [side for side in (found.source, found.target) if side is not None]
-        return found.kind, *(
-            (side.size, sum(side.lengths), side.lengths[found.me : found.me + 1], side.layout) for side in sides
-        )
+        if ranks not in groups:
+            wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
+            holds = [shards.held(keys, sizes, mesh.axes, mesh.coordinates(r)) for r in ranks]
+            groups[ranks] = documents.traffic(holds, wanted)
+        # Where nobody wants anything of another, there is no exchange.
+        return groups[ranks][ranks.index(rank)] if any(t.received for t in groups[ranks]) else None
 
-    return _by_place(atom_of(edges["q"][-1], "S"), mesh, needs)
+    return _by_place(queries, mesh, needs)
 
 
 P = TypeVar("P")
@@ -159,11 +168,25 @@ def atom_of(text: str, letter: str) -> Atom:
     return next(atom for atom in parse(text).atoms if atom.name == letter)
 
 
+class _Held(NamedTuple):
+    """Bytes: of what came in, of each edge before and after its exchanges, of all that the core sees
+    besides, of what it gives and of the result; and of the buffers of each launch, sent and received."""
+
+    ins: int
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    seen: int
+    given: int
+    result: int
+    buffers: tuple[tuple[int, int], ...]
+
+
 class _Ran(NamedTuple):
     rows: int
     heads: int
     kv_heads: int
-    memory: tuple[tuple[str, int], ...]
+    token: int  # bytes of its keys and values
+    held: _Held
     events: tuple[Event, ...]
 
 
@@ -190,8 +213,14 @@ def _run(
     heads = wire.heads().local
     assert heads is not None
     kv_heads = seen[1].shape[rules.place(wire.edges["k"][-1], "K")]
-    memory = _memory(trace.events, dry.buffers, (q, k, v), seen, core, out, result)
-    return _Ran(rows, heads, kv_heads, memory, tuple(trace.events))
+    before = dict(zip(("q", "k", "v", "o", "out"), map(_size, (q, k, v, core, result)), strict=True))
+    after = dict(zip(("q", "k", "v", "o", "out"), map(_size, (*seen, out, result)), strict=True))
+    buffers = tuple((_size(sent), _size(received)) for sent, received in dry.buffers)
+    given = _bytes(core, out, result)
+    ins = _bytes(q, k, v)
+    held = _Held(ins, before, after, _bytes(q, k, v, *seen) - ins, given, _bytes(result), buffers)
+    token = rows * kv_heads * (sizes["E"] + sizes["V"]) * dtype.itemsize
+    return _Ran(rows, heads, kv_heads, token, held, tuple(trace.events))
 
 
 class _Core(torch.autograd.Function):
@@ -207,34 +236,52 @@ class _Core(torch.autograd.Function):
         return None, *(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
-def _memory(
-    events: Sequence[Event], buffers: Sequence[tuple[Tensor, Tensor]], ins: Sequence[Tensor], seen: Sequence[Tensor],
-    core: Tensor, out: Tensor, result: Tensor,
-) -> tuple[tuple[str, int], ...]:  # fmt: skip
+def _of_other_keys(run: _Ran, axes: tuple[str, ...], first: Traffic, other: Traffic) -> tuple[tuple[Event, ...], _Held]:
+    """What was rehearsed with some traffic of keys, as it is with another."""
+    events, buffers, launches = [], list(run.held.buffers), itertools.count()
+    for event in run.events:
+        at = next(launches) if event.what == "launch" else -1
+        if event.axes == axes and set(event.call.edges) == {"k", "v"}:
+            back = event.call.backward
+            if at >= 0:
+                sent, received = (t * run.token for t in (other.sent, other.received))
+                event = replace(event, sent=received if back else sent, received=sent if back else received)
+                ends = (other.given * run.token, other.wanted * run.token)
+                buffers[at] = ends[::-1] if back else ends
+        events.append(event)
+    more = other.wanted - first.wanted
+    after = {**run.held.after}
+    after["k"], after["v"] = (after[name] * other.wanted // max(first.wanted, 1) for name in ("k", "v"))
+    held = run.held._replace(after=after, seen=run.held.seen + more * run.token, buffers=tuple(buffers))
+    return tuple(events), held
+
+
+def _memory(events: Sequence[Event], sizes: _Held) -> tuple[tuple[str, int], ...]:
     """Bytes of edges and buffers after each event. What came in stays; a buffer lives from launch to wait, or stays as
     what came; backward finds what the core keeps (its q, k, v and o) and the gradient of the output."""
-    before = {"q": ins[0], "k": ins[1], "v": ins[2], "o": core, "out": result}
-    after = {"q": seen[0], "k": seen[1], "v": seen[2], "o": out, "out": result}
-    held, turned = _bytes(*ins), False
+    held, turned = sizes.ins, False
     found = [("inputs", held)]
     flying: dict[tuple[str, ...], tuple[int, int]] = {}
-    launches = iter(buffers)
+    launches = iter(sizes.buffers)
     for event in events:
         names = event.call.edges
         if event.call.backward and not turned:
-            turned, held = True, _bytes(*ins, *seen, core, out, result) + _bytes(result)
+            turned, held = True, sizes.ins + sizes.seen + sizes.given + sizes.result
             found.append(("core, gradient of the output", held))
         if event.what == "launch":
-            sent, received = map(_bytes, next(launches))
+            sent, received = next(launches)
             flying[names] = event.copies * sent, received
             held += sum(flying[names])
         else:
             sent, received = flying.pop(names)
-            ends = before if event.call.backward else after
-            held -= sent + event.copies * received
-            held += event.copies * sum(ends[name].numel() * ends[name].element_size() for name in names)
+            ends = sizes.before if event.call.backward else sizes.after
+            held += event.copies * (sum(ends[name] for name in names) - received) - sent
         found.append((f"{event.what} {event.call.title}", held))
     return tuple(found)
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
 
 
 def _bytes(*xs: Tensor) -> int:
