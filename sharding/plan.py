@@ -102,7 +102,7 @@ class Plan:
             heads = f"{r.heads} reading {r.kv_heads}"
             facts = (str(r.queries), str(r.keys), heads, f"{r.flops:,}", f"{r.peak:,}")
             found.setdefault(facts, []).extend(r.ranks)
-        for row, ranks in itertools.islice(found.items(), RANGES):
+        for row, ranks in itertools.islice(sorted(found.items(), key=lambda item: min(item[1])), RANGES):
             yield (ranks_text(sorted(ranks)), *row)
         if len(found) > RANGES:
             yield (f"... {len(found) - RANGES} more", "", "", "", _span(self.flops), f"up to {self.peak:,}")

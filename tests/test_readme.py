@@ -10,6 +10,7 @@ import pytest
 import torch
 from meshfn import functional as F
 from meshfn import programs
+from meshfn import sharding as sh
 
 from .families import Letters, family
 
@@ -17,7 +18,7 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
 def test_a_layer_of_your_own():
-    code = snippet("F.Attention.init")
+    code = snippet("print(params) lists them")
     found = {"torch": torch, "F": F}
     exec(code, found)
     assert isinstance(found["params"], F.Attention)
@@ -33,7 +34,7 @@ def test_training():
     program = programs.build(model, max_len=20, compile=False)
     before = program.score([[1, 2, 3]])[0]
     found = {"torch": torch, "F": F, "model": model, "program": program, "ids": torch.tensor([[1, 2, 3]] * 4)}
-    exec(snippet("next_token_loss"), found)
+    exec(snippet("F.next_token_loss(params, ids"), found)
     assert program.score([[1, 2, 3]])[0].sum() > before.sum()
     torch.testing.assert_close(found["value"], -before.mean(), rtol=1e-4, atol=1e-4)
 
@@ -66,8 +67,35 @@ def test_the_error_is_as_shown():
 
 
 def test_sharding(capsys):
-    code = snippet("sh.simulate")
-    exec(code, {})
-    printed = capsys.readouterr().out
-    shown = README.split(code)[1].split("```\n")[2]
-    assert printed == shown
+    for word in ("sh.reshard(x.sin()", "layout.plan("):
+        code = snippet(word)
+        exec(code, {})
+        printed = capsys.readouterr().out
+        shown = README.split(code)[1].split("```\n")[2]
+        assert printed == shown
+
+
+def test_a_step_of_training():
+    code = snippet("sum_gradients").replace("S=4096", "S=6")
+    layer = F.LayerConfig(
+        attention=F.AttentionConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4),
+        mlp=F.MLPConfig(hidden_size=8, intermediate_size=6),
+    )
+    cfg = F.DecoderConfig(vocab_size=11, hidden_size=8, layers=(layer,))
+    params = F.tree.map(lambda p: p.requires_grad_(), F.Decoder.init(cfg, 0, dtype=torch.float64))
+    tokens = torch.randint(0, 11, (2, 6))
+
+    def body(mesh):
+        given = {"F": F, "sh": sh, "mesh": mesh, "params": params, "cfg": cfg, "tokens": tokens, "labels": None}
+        found = {**given, "cu_seqlens": [0, 4, 6]}
+        exec(code, found)
+        return found["grads"]
+
+    targets = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], 1)
+    targets[:, 3] = -100
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1]])
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1]] * 2)
+    total, count = F.next_token_loss(params, tokens, cfg, targets, positions=positions, segment_ids=ids)
+    wanted = torch.autograd.grad(total / count, F.tree.leaves(params))
+    for grads in sh.Threads(sh.Mesh(dp=2, u=2)).run(body):
+        torch.testing.assert_close(F.tree.leaves(grads), list(wanted), rtol=1e-12, atol=1e-12)
