@@ -46,9 +46,9 @@ class Layout:
     argument of that name comes in, the last how the stage behind it sees it. What is whole in the first spec of
     `q_positions`, `k_positions`, `q_segment_ids`, `k_segment_ids` and `mask` is cut, not moved: every rank has all of
     it. Key tokens are `T` there.
-    overlap: what a layer sends early is launched at once. keys: the edges that hold a row for each key token. exchange:
-    "all" gathers every key; "needed" sends those that some query of the receiver may see (by causality, window and
-    documents). Either way only these are attended to.
+    overlap: what a layer sends early is launched at once; in a compiled function the compiler orders exchanges. keys:
+    the edges that hold a row for each key token. exchange: "all" gathers every key; "needed" sends those that some
+    query of the receiver may see (by causality, window and documents). Either way only these are attended to.
 
     An edge of a part of a layer may be named with it, `"attention.q"`; else one rule serves all parts.
     """

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from meshfn import functional as F
 from meshfn import sharding as sh
 from torch import Tensor
 
-__all__ = ["Case", "dense", "ids_of", "make", "sharded"]
+__all__ = ["HIDDEN", "Case", "dense", "ids_of", "make", "sharded", "slow_projection"]
+
+# Seconds that overlap can hide in one pass, where a tensor is 20 ms on its way and queries take 40 to project.
+HIDDEN = {"ulysses": 0.04, "all_gather": 0.04, "hybrid": 0.06}
 
 
 @dataclass
@@ -144,3 +150,29 @@ def _with_gradients(case: Case, fn: Callable[..., Tensor]) -> tuple[Tensor, list
     y = fn(**xs)
     found = torch.autograd.grad(y, list(xs.values()), case.grad, allow_unused=True)
     return y.detach(), [torch.zeros_like(x) if g is None else g for g, x in zip(found, xs.values(), strict=True)]
+
+
+class Slow(torch.autograd.Function):
+    """Nothing, that takes 40 ms each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.04)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(0.04)
+        return grad
+
+
+def slow_projection(patch: pytest.MonkeyPatch) -> None:
+    """Queries of `functional.attention` take 40 ms to project, and their gradient too."""
+    module = importlib.import_module("meshfn.functional.attention")  # which its function of that name hides
+    project = module.project_q
+
+    def slowly(*args: Any) -> Any:
+        q, gate = project(*args)
+        return Slow.apply(q), gate
+
+    patch.setattr(module, "project_q", slowly)

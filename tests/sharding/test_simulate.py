@@ -392,5 +392,6 @@ def test_every_rank_joins_backward_whatever_its_part_of_the_loss():
     assert torch.equal(torch.autograd.grad(unused(x).sum(), x)[0], torch.full((2, 6), 2.0))
 
 
-def test_the_notebook_runs():
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "specs_notebook.py"))
+@pytest.mark.parametrize("name", ["specs", "layouts"])
+def test_the_notebooks_run(name):
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / f"{name}_notebook.py"))
