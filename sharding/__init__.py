@@ -1,4 +1,4 @@
-"""How tensors lie on a mesh: the spec language, `reshard`, and three executors for one body.
+"""How tensors lie on a mesh: the spec language, `reshard`, layouts of attention, and three executors for one body.
 
 Mesh, Spec          named axes of ranks; one line that says how a tensor lies on them (help(Spec) has the language)
 show, explain       who holds what; what a move will send, before it does
@@ -6,6 +6,12 @@ reshard, launch     a rank's shard from one layout to another, at once or in two
 simulate, Threads   a body on ranks that are threads: a function of global tensors, or of nothing
 ProcessGroup        the same body on processes, gloo or NCCL
 trace               what moved
+
+ulysses, all_gather, hybrid, Layout   where the edges of a layer lie and move; layout.plan(...) says what that takes
+shard                                 a core, a layer or a model, by a layout, as a function of one rank's shards
+diff, measure, best                   two plans compared; what a mesh costs; layouts ranked on it
+shard_batch, cut, positions_of        a rank's part of a batch, of parameters, of positions
+sum_gradients, counted_once, pending_axes   what a trainer adds up, and over which axes
 """
 
 from .batch import Batch, counted_once, cut, pending_axes, shard_batch, sum_gradients

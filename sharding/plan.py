@@ -102,10 +102,11 @@ class Plan:
             heads = f"{r.heads} reading {r.kv_heads}"
             facts = (str(r.queries), str(r.keys), heads, f"{r.flops:,}", f"{r.peak:,}")
             found.setdefault(facts, []).extend(r.ranks)
-        for row, ranks in itertools.islice(sorted(found.items(), key=lambda item: min(item[1])), RANGES):
-            yield (ranks_text(sorted(ranks)), *row)
-        if len(found) > RANGES:
-            yield (f"... {len(found) - RANGES} more", "", "", "", _span(self.flops), f"up to {self.peak:,}")
+        rows = [(ranks_text(sorted(r)), *row) for row, r in sorted(found.items(), key=lambda item: min(item[1]))]
+        if len(rows) > RANGES:  # the first and the last: with a causal mask those with the least and the most to do
+            more = (f"... {len(rows) - RANGES + 1} more", "", "", "", _span(self.flops), f"up to {self.peak:,}")
+            rows = [*rows[: RANGES - 2], more, rows[-1]]
+        yield from rows
 
     def _below(self) -> list[str]:
         moved = ["nothing moves"] if not self.exchanges else []

@@ -69,7 +69,7 @@ def simulate(
     def simulated(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             raise RuntimeError("simulate cannot be compiled, since its ranks are threads: compile what the body calls")
-        specs = in_specs if isinstance(in_specs, tuple) else (in_specs,)
+        specs = in_specs if isinstance(in_specs, tuple) else (in_specs,) if args or in_specs is not None else ()
         if len(specs) != len(args):
             raise SpecError(
                 f"simulate: {len(args)} arguments, but in_specs has {len(specs)}", fix="one spec an argument"
