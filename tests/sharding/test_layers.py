@@ -1,0 +1,151 @@
+"""Whole layers and models under layouts, with every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from meshfn import functional as F
+from meshfn import sharding as sh
+from meshfn.functional.wire import identity
+from meshfn.sharding import SpecError
+
+from .attention_cases import ids_of
+
+NORM = F.NormConfig()
+HEADS = {"hidden_size": 24, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "rope": F.RopeConfig()}
+CONFIGS = {
+    "plain": F.AttentionConfig(**HEADS),
+    "everything": F.AttentionConfig(
+        **HEADS, v_head_dim=3, norm=NORM, post_norm=NORM, qk_norm=NORM, qkv_bias=True, o_bias=True, sinks=True,
+        softcap=5.0, window=5,
+    ),
+    "gated": F.AttentionConfig(**HEADS, output_gate=True, causal=False, qk_norm=NORM),
+}  # fmt: skip
+MESHES = [
+    (sh.ulysses(), {"u": 4}),
+    (sh.all_gather(exchange="needed"), {"g": 3}),
+    (sh.hybrid(overlap=True), {"g": 2, "u": 2}),
+    (sh.hybrid(tp="tp", dp="dp"), {"dp": 2, "tp": 2, "g": 2, "u": 2}),
+    (sh.all_gather(zigzag=True), {"g": 2}),
+]
+
+
+def weights(made):
+    return F.tree.map(lambda p: (p + 0.3 * torch.randn_like(p)).double().requires_grad_(), made)
+
+
+def equal(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("layout", "axes"), MESHES)
+def test_whole_layers(layout, axes, name):
+    cfg, mesh, S = CONFIGS[name], sh.Mesh(**axes), 12
+    params, x = weights(F.Attention.init(cfg, 0)), torch.randn(4, S, 24, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *F.tree.leaves(params)]
+    layer = sh.simulate(sh.shard(F.attention, layout, mesh, S=S), mesh)
+    mask = torch.rand(4, 1, S, S) > 0.2
+    for options in ({}, {"mask": mask}, {"segment_ids": torch.randint(0, 2, (4, S))}):
+        positions = torch.arange(S)[None]
+        y, _ = layer(params, x, cfg, positions=positions, **options)
+        want, _ = F.attention(params, x, cfg, positions=positions, **options)
+        equal(y, want)
+        grad = torch.randn_like(want)
+        equal(torch.autograd.grad(y, leaves, grad), torch.autograd.grad(want, leaves, grad))
+
+
+def test_a_layer_needs_no_positions_and_takes_others():
+    cfg, mesh, S = CONFIGS["plain"], sh.Mesh(g=2, u=2), 7
+    params, x = weights(F.Attention.init(cfg, 0)), torch.randn(3, S, 24, dtype=torch.float64)
+    layer = sh.simulate(sh.shard(F.attention, sh.hybrid(), mesh, S=S), mesh)
+    equal(layer(params, x, cfg)[0], F.attention(params, x, cfg, positions=torch.arange(S)[None])[0])
+    rows = torch.tensor([[0, 1, 2, 3, -1, -1, -1], [-1, -1, 0, 1, 2, 3, 4], list(range(5, 12))])
+    equal(layer(params, x, cfg, positions=rows)[0], F.attention(params, x, cfg, positions=rows)[0])
+    tables = F.rope_tables(rows, cfg.rope, 4, torch.float64)
+    found = layer(params, x, cfg, positions=rows, rope=tables)[0]
+    equal(found, F.attention(params, x, cfg, positions=rows)[0])
+
+
+def test_a_layer_of_other_heads_than_were_said():
+    cfg, mesh = CONFIGS["plain"], sh.Mesh(u=2)
+    params, x = F.Attention.init(cfg, 0), torch.randn(1, 4, 24)
+    record = sh.trace(mesh)
+    layer = sh.simulate(sh.shard(F.attention, sh.ulysses(), mesh, S=4, H=8, K=2), record.mesh)
+    with pytest.raises(SpecError, match="was made for K=2, and this layer has K=4"):
+        layer(params, x, cfg)
+    assert not len(record)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wire": identity}, r"attention\(wire=...\) under a layout: the layout is the wire"),
+        ({"cache": object()}, r"attention\(cache=...\) under a layout: a cache is not split over ranks"),
+    ],
+)
+def test_arguments_of_a_layer_that_a_layout_has_no_place_for(options, message):
+    cfg, mesh = CONFIGS["plain"], sh.Mesh(u=2)
+    layer = sh.shard(F.attention, sh.ulysses(), mesh, S=4)
+
+    def body(at):
+        with pytest.raises(ValueError, match=message):
+            layer(F.Attention.init(cfg, 0), torch.randn(1, 2, 24), cfg, mesh=at, **options)
+
+    sh.Threads(mesh).run(body)
+
+
+def test_a_users_core_in_a_layer():
+    cfg, mesh, S = dataclasses.replace(CONFIGS["plain"], num_key_value_heads=2), sh.Mesh(u=4), 8
+    params, x = weights(F.Attention.init(cfg, 0)), torch.randn(2, S, 24, dtype=torch.float64)
+    seen = []
+
+    def core(q, k, v, *, causal, q_positions, k_positions):
+        seen.append((q.shape[2], k.shape[2]))
+        swapped = (t.transpose(1, 2) for t in (q, k, v))
+        y = torch.nn.functional.scaled_dot_product_attention(*swapped, is_causal=causal, enable_gqa=True)
+        return y.transpose(1, 2)
+
+    layer = sh.simulate(sh.shard(F.attention, sh.ulysses(), mesh, S=S), mesh)
+    equal(layer(params, x, cfg, core=core)[0], F.attention(params, x, cfg, positions=torch.arange(S)[None])[0])
+    assert seen == [(2, 1)] * 4
+
+
+def decoder():
+    mlp = F.MLPConfig(hidden_size=24, intermediate_size=20, norm=NORM)
+    kinds = [CONFIGS["everything"], dataclasses.replace(CONFIGS["plain"], num_key_value_heads=2, norm=NORM)]
+    layers = tuple(F.LayerConfig(attention=a, mlp=mlp) for a in kinds)
+    cfg = F.DecoderConfig(vocab_size=31, hidden_size=24, layers=layers)
+    return cfg, weights(F.Decoder.init(cfg, 0))
+
+
+@pytest.mark.parametrize(("layout", "axes"), MESHES[:4])
+def test_whole_models_of_unlike_layers(layout, axes):
+    (cfg, params), mesh, S = decoder(), sh.Mesh(**axes), 13
+    ids, cu = torch.randint(0, 31, (4, S)), [0, 3, 4, 11, 13]
+    targets = torch.cat([ids[:, 1:], torch.full((4, 1), -100)], 1)
+    leaves = F.tree.leaves(params)
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cu)])[None]
+    for options, dense in (({}, {}), ({"cu_seqlens": cu}, {"positions": positions, "segment_ids": ids_of(cu, 4)})):
+        loss, count = sh.simulate(sh.shard(F.next_token_loss, layout, mesh, S=S), mesh)(
+            params, ids, cfg, targets, **options
+        )
+        want, wanted = F.next_token_loss(params, ids, cfg, targets, **dense)
+        equal((loss, count), (want, wanted))
+        equal(torch.autograd.grad(loss, leaves), torch.autograd.grad(want, leaves))
+        logits, _ = sh.simulate(sh.shard(F.decoder, layout, mesh, S=S), mesh)(params, ids, cfg, **options)
+        equal(logits, F.decoder(params, ids, cfg, **dense)[0])
+
+
+def test_mrope_positions_of_a_shard():
+    rope = F.RopeConfig(mrope_section=(1, 1, 0), rope_theta=100.0)
+    attention = F.AttentionConfig(**{**HEADS, "rope": rope})
+    mlp = F.MLPConfig(hidden_size=24, intermediate_size=20)
+    cfg = F.DecoderConfig(vocab_size=31, hidden_size=24, layers=(F.LayerConfig(attention=attention, mlp=mlp),))
+    params, mesh = weights(F.Decoder.init(cfg, 0)), sh.Mesh(g=2, u=2)
+    ids, three = torch.randint(0, 31, (2, 9)), torch.randint(0, 20, (3, 2, 9))
+    logits, _ = sh.simulate(sh.shard(F.decoder, sh.hybrid(), mesh, S=9), mesh)(params, ids, cfg, rope_positions=three)
+    equal(logits, F.decoder(params, ids, cfg, rope_positions=three)[0])
