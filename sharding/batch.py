@@ -1,9 +1,9 @@
 """What a trainer needs around a sharded model: its part of a batch and of the parameters, and sums of gradients.
 
-    batch = shard_batch(tokens, labels, None, cu_seqlens, "B S/g/u", mesh)
-    total, _ = model(params, batch.tokens, cfg, batch.labels, cu_seqlens=cu_seqlens)     # shard(F.next_token_loss, ...)
-    (total / batch.count).backward()                                                     # of all tokens of all ranks
-    grads = sum_gradients(grads, model.specs(params), mesh)
+    batch = shard_batch(tokens, labels, None, cu_seqlens, model, mesh)     # model: shard(F.next_token_loss, ...)
+    total, _ = model(params, batch.tokens, cfg, batch.labels, cu_seqlens=cu_seqlens)
+    (counted_once(total, model, mesh) / batch.count).backward()            # of all tokens of all ranks
+    grads = sum_gradients(grads, model.specs(params, cfg), mesh)
 
 The sum of all ranks' losses has the dense gradient: each token counts on one rank. Nothing is divided by a degree.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from ..functional import tree
 from . import documents, shards
 from .errors import SpecError
+from .layouts import Layout
 from .mesh import Mesh, check_axes
 from .ports import enter, matched
 from .reshard import call_of, exchanged, planned
@@ -48,18 +49,19 @@ class Batch(NamedTuple):
 
 
 def shard_batch(
-    tokens: Tensor, labels: Tensor | None, positions: Tensor | None, cu_seqlens: Any, spec: str | Spec, mesh: Mesh
+    tokens: Tensor, labels: Tensor | None, positions: Tensor | None, cu_seqlens: Any, spec: Any, mesh: Mesh
 ) -> Batch:
     """A rank's part of global tokens `B S`, with targets that were shifted before they were cut.
 
     labels: `B S`, the label of each token itself (as in transformers; -100 is left out); the tokens unless given. The
     target of a token is the label of the next one, and a document's last token has none. positions: `B|1 S` or `M B S`;
     0 .. S-1, in each document, unless given. cu_seqlens: boundaries of packed documents, or None. spec: of the tokens,
-    `"B/dp S/g:zigzag/u"`. mesh: this rank's own.
+    `"B/dp S/g:zigzag/u"`; or the model that takes them, what `shard` returned, or its layout. mesh: this rank's own.
 
     Raises `SpecError` and `ValueError` where shapes, boundaries and spec do not go together.
     """
-    spec = parse(spec)
+    made_for = getattr(spec, "sizes", {}).get("S")
+    spec = _spec_of(spec)
     if [atom.name for atom in spec.atoms] != ["B", "S"] or spec.partial or len(spec.dims) != 2:
         raise SpecError("shard_batch: a batch of tokens has two dimensions, B and S", spec.text or str(spec))
     check_axes(mesh.axes, spec)
@@ -67,6 +69,8 @@ def shard_batch(
         shape = f"{tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"shard_batch(tokens=...): B S is needed, not {shape}")
     rows, size = tokens.shape
+    if made_for not in (None, size):
+        raise ValueError(f"shard_batch(tokens=...): S={int(size)} tokens a row, and the model is of S={made_for}")
     labels = tokens if labels is None else labels
     for name, x in (("tokens", tokens), ("labels", labels), ("positions", positions)):
         if x is not None and not isinstance(x, Tensor):
@@ -103,6 +107,12 @@ def shard_batch(
     return Batch(mine(tokens), mine(targets), mine(positions), (targets != IGNORE).sum())
 
 
+def _spec_of(spec: Any) -> Spec:
+    """Of tokens: said, or as a layout has them."""
+    layout = getattr(spec, "layout", spec)
+    return parse(layout["tokens"][0] if isinstance(layout, Layout) else spec)
+
+
 def _cuts(spec: Spec, mesh: Mesh, sizes: dict[str, int]) -> Iterator[tuple[int, str, int, shards.Ranges]]:
     at = mesh.coordinates(mesh.rank)
     for dim, atom in enumerate(spec.atoms):
@@ -111,7 +121,7 @@ def _cuts(spec: Spec, mesh: Mesh, sizes: dict[str, int]) -> Iterator[tuple[int, 
 
 
 def cut(x: T, specs: Any, mesh: Mesh, **sizes: int) -> T:
-    """This rank's shard of a global tensor, or of a tree of them: `cut(params, model.specs(params), mesh)`.
+    """This rank's shard of a global tensor, or of a tree of them: `cut(params, model.specs(params, cfg), mesh)`.
 
     specs: one, or a tree of them as `simulate` takes. sizes: of letters that no tensor shows. Views where a shard is
     one range of each dimension.
@@ -140,8 +150,8 @@ def pending_axes(spec: str | Spec, mesh: Mesh) -> tuple[str, ...]:
 def sum_gradients(grads: T, specs: Any, mesh: Mesh) -> T:
     """Gradients of parameters, each summed over the axes that do not split it: what one rank with all tokens has.
 
-    specs: a tree of specs as the parameters lie, `model.specs(params)`, or one for all. Those that are summed over the
-    same axes travel together. Nothing is divided. Every rank makes this call.
+    specs: a tree of specs as the parameters lie, `model.specs(params, cfg)`, or one for all. Those that are summed over
+    the same axes travel together. Nothing is divided. Every rank makes this call.
     """
     if isinstance(specs, (str, Spec)):
         specs = tree.map(lambda _: specs, grads)
@@ -180,11 +190,11 @@ def _buckets(members: list[int], values: list[Any]) -> Iterator[list[int]]:
         yield found
 
 
-def counted_once(loss: Tensor, spec: str | Spec, mesh: Mesh) -> Tensor:
+def counted_once(loss: Tensor, spec: Any, mesh: Mesh) -> Tensor:
     """A loss where this rank is the first of those that compute the same one, and a zero of the same graph elsewhere.
 
-    spec: of the tokens. Ranks that differ in other axes (tp) have the same tokens and the same loss; counted by each,
-    their sum, and with it every gradient, would be as many times too large.
+    spec: of the tokens, as `shard_batch` takes it. Ranks that differ in other axes (tp) have the same tokens and the
+    same loss; counted by each, their sum, and with it every gradient, would be as many times too large.
     """
     at = mesh.coordinates(mesh.rank)
-    return loss if not any(at[axis] for axis in pending_axes(spec, mesh)) else loss * 0
+    return loss if not any(at[axis] for axis in pending_axes(_spec_of(spec), mesh)) else loss * 0

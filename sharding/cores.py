@@ -22,7 +22,8 @@ def takes(core: Callable[..., Any]) -> frozenset[str] | None:
         parameters = inspect.signature(core).parameters.values()
     except (TypeError, ValueError):  # a builtin that tells nobody
         raise TypeError(
-            f"{core!r} does not say which arguments it takes\n    fix: lambda q, k, v: core(q, k, v)"
+            f"{core!r} does not say which arguments it takes\n"
+            "    fix: lambda q, k, v: core(q, k, v), which takes and gives B S H E"
         ) from None
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 
@@ -64,6 +65,8 @@ def call(
     without kv_index; head_offset and local_heads are for those that ask;
     """
     wanted = {name: x for name, x in told.items() if taken is None or name in taken}
+    if taken is not None and "kv_index" in taken:
+        wanted.setdefault("kv_index", None)  # for a core that has no default for it
     if "kv_index" in told and "kv_index" not in wanted:
         k, v = (x.index_select(2, told["kv_index"]) for x in (k, v))
     y = core(q, k, v, **given, **wanted)

@@ -112,7 +112,8 @@ class Ranking(tuple[Choice, ...]):
         rows = [("layout", "exchanges", "core", "peak bytes", "")]
         for c in self:
             numbers = (f"{c.exchanges * 1e3:.3g} ms", f"{c.core * 1e3:.3g} ms", f"{c.peak:,}") if c.plan else ("-",) * 3
-            rows.append((c.layout.name, *numbers, c.why))
+            on = "" if len({str(x.plan.mesh) for x in self if x.plan}) < 2 or c.plan is None else f" on {c.plan.mesh}"
+            rows.append((c.layout.name + on, *numbers, c.why))
         model = (
             "exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward\n"
             "core: 3 x flops of the busiest rank"
@@ -123,18 +124,22 @@ class Ranking(tuple[Choice, ...]):
         return str(self)
 
 
-def best(layouts: Sequence[Layout], mesh: Mesh, sizes: Mapping[str, int], costs: Costs, **options: Any) -> Ranking:
+def best(
+    layouts: Sequence[Layout | tuple[Layout, Mesh]], mesh: Mesh, sizes: Mapping[str, int], costs: Costs, **options: Any
+) -> Ranking:
     """Layouts ranked by a model of their plans: each exchange takes its latency and the bytes of the busiest rank over
     the bandwidth, one after the other (overlap hides some of it, which is not counted), forward and backward; the core
     takes three times its flops, of the rank with the most.
 
     sizes: global, as `Layout.plan` takes them. options: the rest of its arguments (dtype, causal, window, cu_seqlens).
-    A layout that cannot be on this mesh stands last, with the reason.
+    A layout may bring a mesh of its own, as a pair: more of the same ranks over another axis.
+    A layout that cannot be on its mesh stands last, with the reason.
     """
     found = []
-    for layout in layouts:
+    for each in layouts:
+        layout, on = each if isinstance(each, tuple) else (each, mesh)
         try:
-            made = layout.plan(mesh, **sizes, **options)
+            made = layout.plan(on, **sizes, **options)
         except SpecError as error:
             found.append(
                 Choice(layout, 0.0, 0.0, 0, textwrap.shorten(str(error).splitlines()[0], 90, placeholder=" ..."), None)

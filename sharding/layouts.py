@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .plan import Plan
 
-__all__ = ["WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
+__all__ = ["EDGES", "WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
 
 # Edge -> its specs, as text: constants, which trace.
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
@@ -303,3 +303,7 @@ def _merged(outer: Spec, inner: Spec) -> Spec:
 
     dims = tuple(tuple(both(atom) for atom in dim) for dim in outer.dims)
     return Spec(dims, tuple(sorted({*outer.partial, *inner.partial})))
+
+
+# The edges of the layers here: a layout may have more of them than a function passes.
+EDGES = tuple(edge for edge, _ in ulysses().chains)

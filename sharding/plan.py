@@ -95,6 +95,9 @@ class Plan:
                 numbers = (_span(e.sends), _span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
                 yield (name if i == 0 else "", ", ".join(e.edges), over, _moved(e), *numbers)
 
+        ends = [_span(_ends(r.bytes[i] for r in self.classes)) for i in (0, 1)]
+        yield ("in all", "", "", "", *ends, "")
+
     def _work(self) -> Iterator[tuple[str, ...]]:
         yield ("ranks", "queries", "keys", "heads", "flops", "peak bytes")
         found: dict[tuple[str, ...], list[int]] = {}
@@ -110,7 +113,7 @@ class Plan:
 
     def _below(self) -> list[str]:
         moved = ["nothing moves"] if not self.exchanges else []
-        orders = [f"order, {name}: {', '.join(order)}" for name, order in zip(_WAYS, self.order, strict=True)]
+        orders = [f"order, {name}: {' > '.join(order)}" for name, order in zip(_WAYS, self.order, strict=True)]
         whole = [name for name, axes in self.pending if not axes]
         sums: dict[tuple[str, ...], list[str]] = {}
         for name, axes in self.pending:
@@ -126,7 +129,7 @@ class Plan:
 
     def __str__(self) -> str:
         exchanges, work = list(self._rows()), list(self._work())
-        table = [columns(exchanges, [False] * 4 + [True] * 3), [""]] if len(exchanges) > 1 else []
+        table = [columns(exchanges, [False] * 4 + [True] * 3), [""]] if self.exchanges else []
         rows = columns(work, [False, True, True, True, True, True])
         return "\n".join([self.title, *self.facts, "", *itertools.chain(*table), *rows, "", *self._below()])
 
@@ -233,7 +236,7 @@ def _orders(events: Sequence[Event]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Launches and waits, with the core where it stands among them."""
 
     def said(event: Event) -> str:
-        return f"{event.what} {' '.join(event.call.edges)}"
+        return f"{event.what} {','.join(event.call.edges)} ({'/'.join(event.axes)})"
 
     forward, backward = ([e for e in events if e.call.backward == way] for way in (False, True))
     behind = (("o",), ("out",))

@@ -83,9 +83,15 @@ class Pending:
 
 
 def planned(
-    x: Tensor, pair: str, mesh: Mesh, sizes: Mapping[str, int], needed: tuple[Ranges, ...] | None = None
+    x: Tensor,
+    pair: str,
+    mesh: Mesh,
+    sizes: Mapping[str, int],
+    needed: tuple[Ranges, ...] | None = None,
+    name: str = "x",
 ) -> moves.Planned:
-    """What a pair does to this rank's shard. needed: see `moves.move`. Raises `SpecError` where it does not fit."""
+    """What a pair does to this rank's shard. needed: see `moves.move`. name: of x, for errors. Raises `SpecError` where
+    it does not fit."""
     if not isinstance(x, Tensor):
         raise TypeError(f"reshard(x=...): a tensor is needed, not {type(x).__name__}")
     if not isinstance(pair, str) or not isinstance(mesh, Mesh):
@@ -103,7 +109,7 @@ def planned(
         if expected >= 0 and shape[dim] != expected:
             if torch.compiler.is_compiling():
                 raise ValueError(f'x does not fit "{pair}": its dimension {dim} is not {expected} (see it run eagerly)')
-            raise _misfit(pair, mesh, given, shape, plan.local)
+            raise _misfit(name, pair, mesh, given, shape, plan.local)
     return plan
 
 
@@ -116,7 +122,7 @@ def check_transport(mesh: Mesh) -> None:
 
 
 def _misfit(
-    pair: str, mesh: Mesh, given: tuple[tuple[str, int], ...], shape: Sequence[int], local: Sequence[int]
+    name: str, pair: str, mesh: Mesh, given: tuple[tuple[str, int], ...], shape: Sequence[int], local: Sequence[int]
 ) -> SpecError:
     left, _ = parse_pair(pair)
     at = next(dim for dim, n in enumerate(local) if n >= 0 and n != shape[dim])
@@ -133,7 +139,8 @@ def _misfit(
         fix = f"x is all of {letter}: pass this rank's shard of it, x[Spec.parse(...).slices(...)]\n"
         fix += f"or, if {n} is what the shard holds: {letter}={n * ranks}, since sizes are global"
     return SpecError(
-        f"x does not fit its spec: rank {mesh.rank} holds {wanted}, but x is {' '.join(str(int(n)) for n in shape)}",
+        f"{name} does not fit its spec: rank {mesh.rank} holds {wanted}, but {'x' if name == 'x' else 'it'} is "
+        f"{' '.join(str(int(n)) for n in shape)}",
         pair, (dim[0].span[0], dim[-1].span[1]), mesh=f"{mesh}, rank {mesh.rank}", known=shards.known(dict(given)),
         fix=fix,
     )  # fmt: skip

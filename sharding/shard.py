@@ -20,8 +20,8 @@ from torch import Tensor
 from ..functional import tree
 from ..functional.wire import edges_of
 from . import cores, rules, shards, whole
-from .errors import SpecError
-from .layouts import Layout, compose
+from .errors import SpecError, nearest
+from .layouts import EDGES, Layout, compose
 from .mesh import Mesh, constant_axes
 from .ports import Sized
 from .reshard import planned
@@ -84,14 +84,15 @@ class Sharded:
 
     def _join(self) -> None:
         """Raise where function, layout, mesh and sizes do not go together."""
+        lacking = [edge.rsplit(".", 1)[-1] for edge in self.declared if self._rule(edge) is None]
+        if lacking:
+            raise SpecError(
+                f"{self.layout.name} has no rule for {', '.join(dict.fromkeys(lacking))}, which {self.name} passes",
+                fix=f'Layout("...", {{..., "{lacking[0]}": "its spec"}})',
+            )
         for edge, letters in self.declared.items():
             rule = self._rule(edge)
-            if rule is None:
-                name = edge.rsplit(".", 1)[-1]
-                raise SpecError(
-                    f"{self.layout.name} has no rule for {name}, which {self.name} passes",
-                    fix=f'Layout("...", {{..., "{name}": "its spec"}})',
-                )
+            assert rule is not None
             if letters and _dims(letters) != _dims(self.chains[rule][0]):
                 raise SpecError(
                     f'{self.layout.name}: {rule} is "{letters}" in {self.name}, and other dimensions here',
@@ -101,6 +102,13 @@ class Sharded:
         unused = sorted(edge for edge, chain in self.chains.items() if edge not in used and _exchanges(chain))
         if unused:
             raise SpecError(f"{self.layout.name} moves {', '.join(unused)}, which {self.name} does not pass")
+        strange = [edge for edge in self.chains if edge not in used and edge.rsplit(".", 1)[-1] not in EDGES]
+        if strange:
+            guess = nearest(strange[0], {edge.rsplit(".", 1)[-1] for edge in self.declared})
+            raise SpecError(
+                f'{self.layout.name} has an edge "{strange[0]}", which {self.name} does not pass',
+                fix=f'did you mean "{guess}"?' if guess else "a layout of its edges alone",
+            )
         known = parse_letters(self.chains)
         strange = [letter for letter in self.given if letter not in known | {"H"}]
         if strange:
@@ -251,10 +259,7 @@ class Sharded:
                 text = edges[name][0]
                 letters = rules.letters((text,))
                 sizes = {letter: n for letter, n in self.sizes.items() if letter in letters}
-                try:
-                    planned(x, f"{text} -> {text}", at, sizes)
-                except SpecError as error:
-                    raise SpecError(f"{self.name}({name}=...): {str(error).removeprefix('x ')}") from None
+                planned(x, f"{text} -> {text}", at, sizes, name=f"{self.name}({name}=...)")
 
     def specs(self, params: tree.Tree, cfg: Any) -> Any:
         """How parameters lie: each by its own spec, split by those axes alone by which the layout splits its letters.

@@ -145,9 +145,7 @@ class LayoutWire:
                 )  # fmt: skip
             return _Edge(name, self.whole.get(name), chain)
         if x is not None and len(chain) == 1 and all(letter in self.sizes for letter in rules.split(chain[0])):
-            planned(
-                x, f"{chain[0]} -> {chain[0]}", self.mesh, self._sizes(chain)
-            )  # raises unless it is as the spec says
+            planned(x, f"{chain[0]} -> {chain[0]}", self.mesh, self._sizes(chain), name=name)  # raises unless it fits
         return _Edge(name, x, chain)
 
     def _groups(self, edges: Iterable[_Edge]) -> list[list[_Edge]]:
@@ -159,7 +157,7 @@ class LayoutWire:
             chain = edge.chain
             while edge.at + 1 < len(chain) and edge.plan is None:
                 edge.pair = f"{chain[edge.at]} -> {chain[edge.at + 1]}"
-                plan = planned(edge.x, edge.pair, self.mesh, self._sizes(chain), self._wanted(edge))
+                plan = planned(edge.x, edge.pair, self.mesh, self._sizes(chain), self._wanted(edge), edge.name)
                 if plan.move.kind in COLLECTIVES:
                     edge.plan = plan
                 else:

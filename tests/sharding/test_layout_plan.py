@@ -22,20 +22,21 @@ def test_hybrid():
 hybrid(ulysses="u", gather="g")
 mesh: g=2 u=2     sizes: B=2 S=96 H=9 K=3 E=64     float32     every key is seen
 
-                   collective                                                 sends           receives  copies
-forward   q, k, v  all-to-all over u      S/g/u -> S/g, K -> K/u  61,440 to 122,880  61,440 to 122,880   1 + 0
-          k, v     all-gather over g      S/g -> S                 49,152 to 98,304   49,152 to 98,304   1 + 0
-          o        all-to-all over u      S/g -> S/g/u, K/u -> K   36,864 to 73,728   36,864 to 73,728   1 + 1
-backward  o        all-to-all over u      S/g/u -> S/g, K -> K/u   36,864 to 73,728   36,864 to 73,728   1 + 1
-          k, v     reduce-scatter over g  S -> S/g                 49,152 to 98,304   49,152 to 98,304   1 + 0
-          q, k, v  all-to-all over u      S/g -> S/g/u, K/u -> K  61,440 to 122,880  61,440 to 122,880   1 + 1
+                   collective                                                  sends            receives  copies
+forward   q, k, v  all-to-all over u      S/g/u -> S/g, K -> K/u   61,440 to 122,880   61,440 to 122,880   1 + 0
+          k, v     all-gather over g      S/g -> S                  49,152 to 98,304    49,152 to 98,304   1 + 0
+          o        all-to-all over u      S/g -> S/g/u, K/u -> K    36,864 to 73,728    36,864 to 73,728   1 + 1
+backward  o        all-to-all over u      S/g/u -> S/g, K -> K/u    36,864 to 73,728    36,864 to 73,728   1 + 1
+          k, v     reduce-scatter over g  S -> S/g                  49,152 to 98,304    49,152 to 98,304   1 + 0
+          q, k, v  all-to-all over u      S/g -> S/g/u, K/u -> K   61,440 to 122,880   61,440 to 122,880   1 + 1
+in all                                                            393,216 to 491,520  393,216 to 491,520
 
 ranks  queries  keys        heads       flops  peak bytes
 0,2         48    96  6 reading 2  14,155,776   1,671,168
 1,3         48    96  3 reading 1   7,077,888   1,130,496
 
-order, forward: launch q k v, wait q k v, launch k v, wait k v, core, launch o, wait o
-order, backward: launch o, wait o, core, launch k v, wait k v, launch q k v, wait q k v
+order, forward: launch q,k,v (u) > wait q,k,v (u) > launch k,v (g) > wait k,v (g) > core > launch o (u) > wait o (u)
+order, backward: launch o (u) > wait o (u) > core > launch k,v (g) > wait k,v (g) > launch q,k,v (u) > wait q,k,v (u)
 gradients: x, q, k, v whole; sinks a pending sum over g, u; parameters over every axis that does not split them""",
     )
 
@@ -47,22 +48,25 @@ def test_overlap():
 hybrid(ulysses="u", gather="g", overlap=True)
 mesh: g=2 u=2     sizes: B=2 S=96 H=9 K=3 E=64     float32     every key is seen
 
-                collective                                                sends          receives  copies
-forward   k, v  all-to-all over u      S/g/u -> S/g, K -> K/u  24,576 to 49,152  24,576 to 49,152   1 + 0
-          q     all-to-all over u      S/g/u -> S/g, K -> K/u  36,864 to 73,728  36,864 to 73,728   1 + 1
-          k, v  all-gather over g      S/g -> S                49,152 to 98,304  49,152 to 98,304   1 + 0
-          o     all-to-all over u      S/g -> S/g/u, K/u -> K  36,864 to 73,728  36,864 to 73,728   1 + 1
-backward  o     all-to-all over u      S/g/u -> S/g, K -> K/u  36,864 to 73,728  36,864 to 73,728   1 + 1
-          k, v  reduce-scatter over g  S -> S/g                49,152 to 98,304  49,152 to 98,304   1 + 0
-          q     all-to-all over u      S/g -> S/g/u, K/u -> K  36,864 to 73,728  36,864 to 73,728   1 + 1
-          k, v  all-to-all over u      S/g -> S/g/u, K/u -> K  24,576 to 49,152  24,576 to 49,152   1 + 1
+                collective                                                  sends            receives  copies
+forward   k, v  all-to-all over u      S/g/u -> S/g, K -> K/u    24,576 to 49,152    24,576 to 49,152   1 + 0
+          q     all-to-all over u      S/g/u -> S/g, K -> K/u    36,864 to 73,728    36,864 to 73,728   1 + 1
+          k, v  all-gather over g      S/g -> S                  49,152 to 98,304    49,152 to 98,304   1 + 0
+          o     all-to-all over u      S/g -> S/g/u, K/u -> K    36,864 to 73,728    36,864 to 73,728   1 + 1
+backward  o     all-to-all over u      S/g/u -> S/g, K -> K/u    36,864 to 73,728    36,864 to 73,728   1 + 1
+          k, v  reduce-scatter over g  S -> S/g                  49,152 to 98,304    49,152 to 98,304   1 + 0
+          q     all-to-all over u      S/g -> S/g/u, K/u -> K    36,864 to 73,728    36,864 to 73,728   1 + 1
+          k, v  all-to-all over u      S/g -> S/g/u, K/u -> K    24,576 to 49,152    24,576 to 49,152   1 + 1
+in all                                                         393,216 to 491,520  393,216 to 491,520
 
 ranks  queries  keys        heads       flops  peak bytes
 0,2         48    96  6 reading 2  14,155,776   1,597,440
 1,3         48    96  3 reading 1   7,077,888   1,081,344
 
-order, forward: launch k v, launch q, wait k v, launch k v, wait q, wait k v, core, launch o, wait o
-order, backward: launch o, wait o, core, launch k v, launch q, wait k v, launch k v, wait q, wait k v
+order, forward: launch k,v (u) > launch q (u) > wait k,v (u) > launch k,v (g) > wait q (u) > wait k,v (g) > core >
+    launch o (u) > wait o (u)
+order, backward: launch o (u) > wait o (u) > core > launch k,v (g) > launch q (u) > wait k,v (g) > launch k,v (u) >
+    wait q (u) > wait k,v (u)
 gradients: x, q, k, v whole; sinks a pending sum over g, u; parameters over every axis that does not split them""",
     )
 
@@ -75,19 +79,20 @@ def test_fewer_key_heads_than_ranks():
 ulysses("u")
 mesh: u=4     sizes: B=1 S=97 H=12 K=3 E=64 V=32     bfloat16     causal
 
-                   collective                                                    sends          receives  copies
-forward   q, k, v  all-to-all over u  S/u -> S, H -> H/u, K -> K@H/u  46,080 to 52,800  41,472 to 56,064   1 + 0
-          o        all-to-all over u  S -> S/u, H/u -> H              13,824 to 14,016  13,824 to 14,400   0 + 1
-backward  o        all-to-all over u  S/u -> S, H -> H/u              13,824 to 14,400  13,824 to 14,016   1 + 0
-          q, k, v  all-to-all over u  S -> S/u, H/u -> H, K@H/u -> K  41,472 to 56,064  46,080 to 52,800   1 + 1
+                   collective                                                      sends            receives  copies
+forward   q, k, v  all-to-all over u  S/u -> S, H -> H/u, K -> K@H/u    46,080 to 52,800    41,472 to 56,064   1 + 0
+          o        all-to-all over u  S -> S/u, H/u -> H                13,824 to 14,016    13,824 to 14,400   0 + 1
+backward  o        all-to-all over u  S/u -> S, H -> H/u                13,824 to 14,400    13,824 to 14,016   1 + 0
+          q, k, v  all-to-all over u  S -> S/u, H/u -> H, K@H/u -> K    41,472 to 56,064    46,080 to 52,800   1 + 1
+in all                                                                120,576 to 129,984  120,576 to 129,984
 
 ranks  queries  keys        heads      flops  peak bytes
 0           97    97  3 reading 1  2,737,728     307,392
 1,2         97    97  3 reading 2  2,737,728     338,304
 3           97    97  3 reading 1  2,737,728     301,056
 
-order, forward: launch q k v, wait q k v, core, launch o, wait o
-order, backward: launch o, wait o, core, launch q k v, wait q k v
+order, forward: launch q,k,v (u) > wait q,k,v (u) > core > launch o (u) > wait o (u)
+order, backward: launch o (u) > wait o (u) > core > launch q,k,v (u) > wait q,k,v (u)
 gradients: x, q, k, v whole; sinks a pending sum over u; parameters over every axis that does not split them""",
     )
 
@@ -109,6 +114,7 @@ mesh: g=4     sizes: B=2 S=96 H=12 K=3 E=64     float32     causal
                 collective                                sends  receives  copies
 forward   k, v  all-gather over g      S/g:zigzag -> S  221,184   221,184   1 + 1
 backward  k, v  reduce-scatter over g  S -> S/g:zigzag  221,184   221,184   1 + 0
+in all                                                  442,368   442,368
 
 ranks  queries  keys         heads      flops  peak bytes
 0           24    96  12 reading 3  7,151,616   1,179,648
@@ -116,8 +122,8 @@ ranks  queries  keys         heads      flops  peak bytes
 2           24    72  12 reading 3  7,151,616   1,179,648
 3           24    60  12 reading 3  7,151,616   1,179,648
 
-order, forward: launch k v, wait k v, core
-order, backward: core, launch k v, wait k v
+order, forward: launch k,v (g) > wait k,v (g) > core
+order, backward: core > launch k,v (g) > wait k,v (g)
 gradients: x, q, k, v whole; sinks a pending sum over g; parameters over every axis that does not split them""",
     )
 
@@ -132,9 +138,10 @@ def test_needed_keys():
 all_gather("g", exchange="needed")
 mesh: g=4     sizes: B=2 S=96 H=12 K=3 E=64     float32     causal, 3 documents     exchange="needed"
 
-                collective                         sends     receives  copies
-forward   k, v  all-to-all over g  S/g -> S  0 to 73,728  0 to 73,728   1 + 1
-backward  k, v  all-to-all over g  S -> S/g  0 to 73,728  0 to 73,728   1 + 1
+                collective                          sends      receives  copies
+forward   k, v  all-to-all over g  S/g -> S   0 to 73,728   0 to 73,728   1 + 1
+backward  k, v  all-to-all over g  S -> S/g   0 to 73,728   0 to 73,728   1 + 1
+in all                                       0 to 141,312  0 to 141,312
 
 ranks  queries  keys         heads      flops  peak bytes
 0           24    24  12 reading 3  1,843,200     737,280
@@ -142,8 +149,8 @@ ranks  queries  keys         heads      flops  peak bytes
 2           24    48  12 reading 3  1,867,776     952,320
 3           24    46  12 reading 3  5,087,232     872,448
 
-order, forward: launch k v, wait k v, core
-order, backward: core, launch k v, wait k v
+order, forward: launch k,v (g) > wait k,v (g) > core
+order, backward: core > launch k,v (g) > wait k,v (g)
 gradients: x, q, k, v whole; sinks a pending sum over g; parameters over every axis that does not split them""",
     )
 
@@ -156,22 +163,25 @@ def test_heads_and_rows_around():
 hybrid(ulysses="u", gather="g", tp="tp", dp="dp")
 mesh: dp=2 tp=2 g=2 u=2     sizes: B=3 S=96 H=16 K=4 E=64 D=128     float32     every key is seen
 
-                   collective                                                      sends          receives  copies
-forward   q, k, v  all-to-all over u      S/g/u -> S/g, K/tp -> K/tp/u  36,864 to 73,728  36,864 to 73,728   1 + 0
-          k, v     all-gather over g      S/g -> S                      24,576 to 49,152  24,576 to 49,152   1 + 0
-          o        all-to-all over u      S/g -> S/g/u, K/tp/u -> K/tp  24,576 to 49,152  24,576 to 49,152   1 + 1
-          out      all-reduce over tp                                   12,288 to 24,576  12,288 to 24,576   0 + 0
-backward  out      all-reduce over tp                                   12,288 to 24,576  12,288 to 24,576   0 + 0
-          o        all-to-all over u      S/g/u -> S/g, K/tp -> K/tp/u  24,576 to 49,152  24,576 to 49,152   1 + 1
-          k, v     reduce-scatter over g  S -> S/g                      24,576 to 49,152  24,576 to 49,152   1 + 0
-          q, k, v  all-to-all over u      S/g -> S/g/u, K/tp/u -> K/tp  36,864 to 73,728  36,864 to 73,728   1 + 1
+                   collective                                                        sends            receives  copies
+forward   q, k, v  all-to-all over u      S/g/u -> S/g, K/tp -> K/tp/u    36,864 to 73,728    36,864 to 73,728   1 + 0
+          k, v     all-gather over g      S/g -> S                        24,576 to 49,152    24,576 to 49,152   1 + 0
+          o        all-to-all over u      S/g -> S/g/u, K/tp/u -> K/tp    24,576 to 49,152    24,576 to 49,152   1 + 1
+          out      all-reduce over tp                                     12,288 to 24,576    12,288 to 24,576   0 + 0
+backward  out      all-reduce over tp                                     12,288 to 24,576    12,288 to 24,576   0 + 0
+          o        all-to-all over u      S/g/u -> S/g, K/tp -> K/tp/u    24,576 to 49,152    24,576 to 49,152   1 + 1
+          k, v     reduce-scatter over g  S -> S/g                        24,576 to 49,152    24,576 to 49,152   1 + 0
+          q, k, v  all-to-all over u      S/g -> S/g/u, K/tp/u -> K/tp    36,864 to 73,728    36,864 to 73,728   1 + 1
+in all                                                                  196,608 to 393,216  196,608 to 393,216
 
 ranks  queries  keys        heads      flops  peak bytes
 0..7        48    96  4 reading 1  9,437,184   1,105,920
 8..15       48    96  4 reading 1  4,718,592     552,960
 
-order, forward: launch q k v, wait q k v, launch k v, wait k v, core, launch o, wait o, launch out, wait out
-order, backward: launch out, wait out, launch o, wait o, core, launch k v, wait k v, launch q k v, wait q k v
+order, forward: launch q,k,v (u) > wait q,k,v (u) > launch k,v (g) > wait k,v (g) > core > launch o (u) > wait o (u) >
+    launch out (tp) > wait out (tp)
+order, backward: launch out (tp) > wait out (tp) > launch o (u) > wait o (u) > core > launch k,v (g) > wait k,v (g) >
+    launch q,k,v (u) > wait q,k,v (u)
 gradients: q, k, v whole; x a pending sum over tp; sinks a pending sum over dp, g, u; parameters over every axis that
     does not split them""",
     )
@@ -204,15 +214,17 @@ def test_difference():
 - forward  q, k, v  all-to-all over cp  S/cp -> S, K -> K/cp  1,024  1,024  1 + 0
 + forward  k, v  all-gather over cp  S/cp -> S  1,024  1,024  1 + 0
 + backward  k, v  reduce-scatter over cp  S -> S/cp  1,024  1,024  1 + 0
++ in all  2,048  2,048
 -   o  all-to-all over cp  S -> S/cp, K/cp -> K  512  512  0 + 1
 - backward  o  all-to-all over cp  S/cp -> S, K -> K/cp  512  512  1 + 0
 -   q, k, v  all-to-all over cp  S -> S/cp, K/cp -> K  1,024  1,024  1 + 1
+- in all  3,072  3,072
 - 0,1  16  16  2 reading 1  16,384  12,288
 + 0,1  8  16  4 reading 2  16,384  9,216
-- order, forward: launch q k v, wait q k v, core, launch o, wait o
-+ order, forward: launch k v, wait k v, core
-- order, backward: launch o, wait o, core, launch q k v, wait q k v
-+ order, backward: core, launch k v, wait k v""",
+- order, forward: launch q,k,v (cp) > wait q,k,v (cp) > core > launch o (cp) > wait o (cp)
++ order, forward: launch k,v (cp) > wait k,v (cp) > core
+- order, backward: launch o (cp) > wait o (cp) > core > launch q,k,v (cp) > wait q,k,v (cp)
++ order, backward: core > launch k,v (cp) > wait k,v (cp)""",
     )
 
 
@@ -319,6 +331,11 @@ hybrid(ulysses="u", gather="g")          -        -           -  hybrid(ulysses=
 exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward
 core: 3 x flops of the busiest rank""",
     )
+    both = sh.Costs({"u": 1e-5, "g": 2e-5}, {"u": 1e9, "g": 5e8}, 1e12)
+    pairs = [(sh.ulysses(), sh.Mesh(u=4)), (sh.all_gather(), sh.Mesh(g=4)), (sh.hybrid(), FOUR)]
+    meshes = sh.best(pairs, FOUR, {"B": 1, "S": 4096, "H": 16, "K": 4, "E": 64}, both)
+    assert [str(choice.plan.mesh) for choice in meshes] == ["u=4", "g=2 u=2", "g=4"]
+    assert 'hybrid(ulysses="u", gather="g") on g=2 u=2' in str(meshes)
     # A model of costs, not of taste: with many key/value heads and a slow wire, tokens become heads.
     many = sh.best(layouts[:2], sh.Mesh(cp=4), {"B": 1, "S": 4096, "H": 16, "K": 16, "E": 64}, COSTS)
     assert many[0].layout is layouts[0]

@@ -353,7 +353,7 @@ def test_misfits_raise_on_every_rank_before_anything_moves(four):
         [line.replace("rank 0", f"rank {r}") for line in said[0]] for r in (1, 2, 3)
     ]  # fmt: skip
     assert said[0] == [
-        "dot_product_attention(q=...): does not fit its spec: rank 0 holds B 2 4 E, but x is 1 8 4 4",
+        "dot_product_attention(q=...) does not fit its spec: rank 0 holds B 2 4 E, but it is 1 8 4 4",
         "mask: boolean, true where a query may see a key, not float32",
         "mask 2 8: S S, or B|1 H|1 S S, is needed, with all S=8 tokens on both sides",
         "cu_seqlens=[0, 9] ends with 9, but there are S=8 tokens",

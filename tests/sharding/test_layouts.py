@@ -219,7 +219,7 @@ def test_a_shard_that_is_none():
 
     def body(mesh):
         with pytest.raises(
-            SpecError, match=r"dot_product_attention\(k=...\): does not fit its spec: rank \d holds B 4 2"
+            SpecError, match=r"dot_product_attention\(k=...\) does not fit its spec: rank \d holds B 4 2"
         ):
             core(XS[0][:, :4], XS[1], XS[2][:, :4], mesh=mesh)
 

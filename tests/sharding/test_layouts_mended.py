@@ -98,7 +98,7 @@ def test_weights_that_were_not_cut():
     torch.testing.assert_close(sh.simulate(layer, mesh)(params, x, cfg), F.mlp(params, x, cfg))
 
     def body(at):
-        with pytest.raises(SpecError, match=r"rank \d holds B 2 3, but x is 1 2 6"):
+        with pytest.raises(SpecError, match=r"h does not fit its spec: rank \d holds B 2 3, but it is 1 2 6"):
             layer(params, x[:, :2], cfg, mesh=at)
 
     sh.Threads(mesh).run(body)
@@ -359,3 +359,32 @@ def test_what_is_worked_out_for_other_ranks_is_what_they_do(seed):
         facts = [[(e.what, e.kind, e.call.title, e.sent, e.received, e.copies) for e in events]
                  for events in (plan.of(rank).events, record.of(rank))]  # fmt: skip
         assert facts[0] == facts[1], rank
+
+
+def test_a_batch_is_cut_as_the_model_takes_it():
+    # Said twice by hand, the two could differ in silence.
+    mesh, ids = sh.Mesh(dp=2, u=2), torch.arange(32).reshape(4, 8)
+    model = sh.shard(F.next_token_loss, sh.ulysses(dp="dp", zigzag=True), mesh, S=8)
+    for rank in range(4):
+        at = mesh.at(rank, object())
+        found = [sh.shard_batch(ids, None, None, None, spec, at) for spec in (model, model.layout, "B/dp S/u:zigzag")]
+        assert all(torch.equal(batch.tokens, found[0].tokens) for batch in found)
+        assert found[0].tokens.shape == (2, 4)
+    with pytest.raises(ValueError, match="S=6 tokens a row, and the model is of S=8"):
+        sh.shard_batch(ids[:, :6], None, None, None, model, mesh.at(0, object()))
+
+
+def test_an_edge_that_was_misspelt():
+    with pytest.raises(
+        SpecError, match=r'mine has an edge "key", which this core does not pass\n    fix: did you mean "k"'
+    ):
+        sh.shard(lambda q, k, v: q, sh.Layout("mine", {**QKV, "key": "B S/u K E -> B S/u K E", "k": "B S K E", "v": "B S K V"}),
+                 sh.Mesh(u=2), S=8, H=4, K=2)  # fmt: skip
+
+
+def test_a_core_that_must_be_told_kv_index():
+    def core(q, k, v, *, kv_index):
+        return F.dot_product_attention(q, k, v, kv_index=kv_index)
+
+    xs = tensors(H=12, K=3)
+    equal(simulated(core, sh.ulysses(), {"u": 5}, H=12, K=3)(*xs), F.dot_product_attention(*xs))

@@ -48,7 +48,7 @@ def test_a_rank_may_have_transforms_of_its_own():
 
 def test_what_plans_are_marked_with_is_what_torch_marks_constants_with():
     marked = torch.compiler.assume_constant_result(lambda: None)
-    assert vars(marked) == vars(moves.reads) == vars(moves.move)
+    assert all(vars(marked).items() <= vars(fn).items() for fn in (moves.reads, moves.move))
 
 
 def test_the_functional_collectives_have_the_signatures_that_are_called():
