@@ -10,7 +10,6 @@ masks are small, and every rank gets all of them: nothing has to move for a quer
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,14 +18,13 @@ from torch import Tensor
 
 from ..functional import tree
 from ..functional.wire import edges_of
-from . import cores, rules, shards, whole
-from .errors import SpecError, nearest
-from .layouts import EDGES, Layout, compose
+from . import cores, joining, rules, shards, whole
+from .errors import SpecError
+from .layouts import Layout, compose
 from .mesh import Mesh, constant_axes
 from .ports import Sized
 from .reshard import planned
 from .spec import Spec, parse
-from .steps import COLLECTIVES, steps
 from .wires import LayoutWire
 
 __all__ = ["Sharded", "shard"]
@@ -72,59 +70,26 @@ class Sharded:
     def __init__(self, fn: Callable[..., Any], layout: Layout, mesh: Mesh, sizes: Mapping[str, int]) -> None:
         self.fn, self.layout, self.mesh, self.given = fn, layout, mesh, dict(sizes)
         self.sizes = shards.complete(sizes)
-        taken = cores.takes(fn)
+        self.takes = cores.takes(fn)
         self.signature = inspect.signature(fn)
         self.is_layer = "wire" in self.signature.parameters
         name = getattr(fn, "__name__", type(fn).__name__)
         self.name = "this core" if name == "<lambda>" else name
         self.declared = dict(edges_of(fn)) if self.is_layer else dict(getattr(fn, "edges", CORE))
         self.chains = dict(layout.chains)
-        self.takes = taken
         self._join()
 
     def _join(self) -> None:
         """Raise where function, layout, mesh and sizes do not go together."""
-        lacking = [edge.rsplit(".", 1)[-1] for edge in self.declared if self._rule(edge) is None]
-        if lacking:
-            raise SpecError(
-                f"{self.layout.name} has no rule for {', '.join(dict.fromkeys(lacking))}, which {self.name} passes",
-                fix=f'Layout("...", {{..., "{lacking[0]}": "its spec"}})',
-            )
-        for edge, letters in self.declared.items():
-            rule = self._rule(edge)
-            assert rule is not None
-            if letters and _dims(letters) != _dims(self.chains[rule][0]):
-                raise SpecError(
-                    f'{self.layout.name}: {rule} is "{letters}" in {self.name}, and other dimensions here',
-                    self.chains[rule][0], fix=f'"{letters}", in this order, or a function of that one',
-                )  # fmt: skip
-        used = {self._rule(edge) for edge in self.declared}
-        unused = sorted(edge for edge, chain in self.chains.items() if edge not in used and _exchanges(chain))
-        if unused:
-            raise SpecError(f"{self.layout.name} moves {', '.join(unused)}, which {self.name} does not pass")
-        strange = [edge for edge in self.chains if edge not in used and edge.rsplit(".", 1)[-1] not in EDGES]
-        if strange:
-            guess = nearest(strange[0], {edge.rsplit(".", 1)[-1] for edge in self.declared})
-            raise SpecError(
-                f'{self.layout.name} has an edge "{strange[0]}", which {self.name} does not pass',
-                fix=f'did you mean "{guess}"?' if guess else "a layout of its edges alone",
-            )
-        known = parse_letters(self.chains)
-        strange = [letter for letter in self.given if letter not in known | {"H"}]
-        if strange:
-            raise SpecError(
-                f"shard({self.name}, ..., {strange[0]}={self.given[strange[0]]}): no edge of {self.layout.name} has a "
-                f"dimension {strange[0]}",
-                fix=f"one of {', '.join(sorted(known | {'H'}))}",
-            )
+        joining.check_edges(self.declared, self.layout, self.name)
+        joining.check_letters(self.given, self.layout, self.name)
         missing = [letter for letter in (("S",) if self.is_layer else ("S", "H", "K")) if letter not in self.sizes]
         if missing:
             raise SpecError(
                 f"shard({self.name}, ...): no size for {' and '.join(missing)}", known=shards.known(self.given),
                 mesh=str(self.mesh), fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
             )  # fmt: skip
-        heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
-        found = rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads)
+        found = rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads)
         for _, chain in found:
             for text in chain:
                 atoms = tuple(a for a in parse(text).atoms if a.name in self.sizes)
@@ -132,10 +97,10 @@ class Sharded:
         if not self.is_layer:
             cores.check(self.takes, self.name, self.layout.name, dict(found)["q"][-1], self.mesh.axes)
 
-    def _rule(self, edge: str) -> str | None:
-        """Which edge of the layout a declared one is: by its part and its name, or by its name alone."""
-        *_, part, name = ("", *edge.split("."))
-        return next((rule for rule in (f"{part}.{name}", name) if rule in self.chains), None)
+    @property
+    def _heads(self) -> tuple[int, int] | None:
+        """H and K, where they are known here."""
+        return (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
 
     def plan(self, **sizes: Any) -> Any:
         """`Layout.plan` with the sizes that are known here."""
@@ -276,11 +241,12 @@ class Sharded:
     def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """How each argument is split, None for what every rank gets whole."""
         rules.complete(self.layout.name, self.layout.chains, self.layout.keys, self.mesh.axes)
-        heads = (self.sizes["H"], self.sizes["K"]) if {"H", "K"} <= set(self.sizes) else None
-        edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, heads))
+        edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads))
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
         cfg = next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
-        inside = {letter for letter in parse_letters(self.chains) if letter not in "BS" and self.layout.split(letter)}
+        inside = {
+            letter for letter in joining.letters_of(self.chains) if letter not in "BS" and self.layout.split(letter)
+        }
         for name, x in named.items():
             if isinstance(x, tree.Tree) and cfg is not None:
                 specs[name] = self.specs(x, cfg)
@@ -326,9 +292,7 @@ class Sharded:
     def out_specs(self, result: Any) -> Any:
         """How the result is split: as the last edge that the function passes itself."""
         own = [edge for edge in self.declared if "." not in edge] or list(self.declared)
-        rule = self._rule(own[-1])
-        assert rule is not None
-        text = self.chains[rule][-1]
+        text = self.chains[joining.rule_of(self.chains, own[-1]) or ""][-1]
 
         def of(x: Any) -> Any:
             if isinstance(x, Tensor):
@@ -338,23 +302,5 @@ class Sharded:
         return of(result)
 
 
-def parse_letters(chains: Mapping[str, tuple[str, ...]]) -> set[str]:
-    """Every letter of a layout's edges."""
-    return {letter for chain in chains.values() for text in chain for letter in parse(text).letters}
-
-
 def _holds_tensors(x: Any) -> bool:
     return not isinstance(x, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree.leaves(x))
-
-
-def _dims(text: str) -> list[tuple[str, ...]]:
-    """The letters of each dimension, with one name for all tokens and one for query heads."""
-    dims = [tuple("S" if atom.name == "T" else atom.name for atom in dim) for dim in parse(text).dims]
-    return [("H",) if dim == ("K", "G") else dim for dim in dims]
-
-
-def _exchanges(chain: tuple[str, ...]) -> bool:
-    """Whether tokens or heads move on the way; a sum at the end of a layer is no reason to need that layer."""
-    specs = [parse(text) for text in chain]
-    kinds = {step.kind for a, b in itertools.pairwise(specs) for step in steps(a, b)}
-    return bool(kinds & set(COLLECTIVES) - {"all-reduce"})

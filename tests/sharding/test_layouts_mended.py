@@ -244,7 +244,7 @@ def test_plans_and_rankings_of_nothing():
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             sh.ulysses().plan(mesh, **{**sizes, **change})
-    with pytest.raises(SpecError, match=r"shard\(attention, ..., Q=9\): no edge of ulysses"):
+    with pytest.raises(SpecError, match=r"shard\(attention, ..., Q=...\): no edge of ulysses"):
         sh.shard(F.attention, sh.ulysses(), mesh, S=8, Q=9)
     with pytest.raises(ValueError, match="at least one layout is needed"):
         sh.best([], mesh, sizes, sh.Costs({}, {}, 1.0))
