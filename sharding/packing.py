@@ -199,7 +199,10 @@ def _by_token(moves: Sequence[Move]) -> bool:
         side, target = move.source, move.target
         if side is None or side.fewer or side.layout == "ranges":
             return False
-        if (side.dim, side.lengths) != (first.dim, first.lengths) or (target is not None and target.dim <= side.dim):
+        # Number by number: Dynamo of torch 2.11 does not compare such tuples.
+        if side.dim != first.dim or any(a != b for a, b in zip(side.lengths, first.lengths, strict=True)):
+            return False
+        if target is not None and target.dim <= side.dim:
             return False
     return True
 

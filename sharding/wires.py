@@ -215,7 +215,8 @@ class LayoutWire:
         (found,) = documents.of_group(
             self.edges["q"][-1], self.axes, (self.rank,), size, self.cu or (0, size), self.sight
         )
-        return None if found == ((0, size),) else found
+        every = len(found) == 1 and found[0][0] == 0 and found[0][1] == size
+        return None if every else found
 
     def _seen(self, edge: _Edge) -> Tensor | None:
         """An edge as the next stage needs it: of keys, those that some query may see."""
