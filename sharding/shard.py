@@ -194,8 +194,8 @@ class Sharded:
         return bound, {**named, **(bound.arguments.get(extra, {}) if extra else {}), **ours}
 
     def _option(self, given: Mapping[str, Any], name: str) -> Any:
-        """What the caller says of what queries see. Of a core's own defaults True and None count, whose meaning is plain;
-        others (a window of -1) may mean anything, and then queries are taken to see everything."""
+        """What the caller says of what queries see. Of a core's own defaults True and None count, whose meaning is
+        plain; others (a window of -1) may mean anything, and then queries are taken to see everything."""
         if name in given:
             return given[name]
         default = self.signature.parameters[name].default if name in self.signature.parameters else None
