@@ -2,7 +2,7 @@
 
 from . import shapes, tree, wire
 from .attention import Attention, AttentionConfig, attention
-from .cache import KVCache, cache_update, empty_caches
+from .cache import KVCache, LatentCache, cache_update, empty_caches, latent_cache_update
 from .core import decode_attention, dot_product_attention
 from .decoder import (
     Decoder,
@@ -16,8 +16,12 @@ from .decoder import (
     logits,
     next_token_loss,
 )
+from .experts import expert_mlp
+from .latent import absorbed_attention
 from .loss import cross_entropy
+from .mla import MLA, MLAConfig, mla, mla_expand, mla_latents, mla_output, mla_queries
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
+from .moe import MoE, MoEConfig, Routing, balance_loss, expert_counts, moe, route
 from .norm import HeadNorm, Norm, NormConfig, layer_norm, linear, norm_linear, normalize, rms_norm
 from .rope import RopeConfig, apply_rope, rope_tables
 from .sampling import Controls, draw, greedy, penalize, sample, sample_advance, uniform, warp
@@ -26,6 +30,7 @@ from .tree import TreeError
 
 __all__ = [
     "ACTIVATIONS",
+    "MLA",
     "MLP",
     "Attention",
     "AttentionConfig",
@@ -34,17 +39,24 @@ __all__ = [
     "DecoderConfig",
     "HeadNorm",
     "KVCache",
+    "LatentCache",
     "Layer",
     "LayerConfig",
+    "MLAConfig",
     "MLPConfig",
+    "MoE",
+    "MoEConfig",
     "Norm",
     "NormConfig",
     "RopeConfig",
+    "Routing",
     "ShapeError",
     "TreeError",
+    "absorbed_attention",
     "apply_rope",
     "attention",
     "backbone",
+    "balance_loss",
     "cache_update",
     "cross_entropy",
     "decode_attention",
@@ -52,14 +64,23 @@ __all__ = [
     "dot_product_attention",
     "draw",
     "empty_caches",
+    "expert_counts",
+    "expert_mlp",
     "final_norm",
     "gated_mlp",
     "greedy",
+    "latent_cache_update",
     "layer",
     "layer_norm",
     "linear",
     "logits",
+    "mla",
+    "mla_expand",
+    "mla_latents",
+    "mla_output",
+    "mla_queries",
     "mlp",
+    "moe",
     "next_token_loss",
     "norm_linear",
     "normalize",
@@ -67,6 +88,7 @@ __all__ = [
     "plain_mlp",
     "rms_norm",
     "rope_tables",
+    "route",
     "sample",
     "sample_advance",
     "shapes",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
 from .norm import HeadNorm, Norm, NormConfig, apply_norm, linear, norm_in_front, norm_linear, normalize
 from .rope import RopeConfig, apply_rope, rope_tables
-from .shapes import ShapeError, check_positive, check_shapes
+from .shapes import ShapeError, check_positive, check_scale, check_shapes
 from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
@@ -74,6 +74,7 @@ class AttentionConfig:
                 f"AttentionConfig: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
             )
         check_rate("AttentionConfig", attention_dropout=self.attention_dropout)
+        check_scale("AttentionConfig", self.softmax_scale)
         if self.rope is not None:
             self.rope.rotary_width(self.head_dim)
         if self.output_gate and self.qkv_bias:
@@ -95,6 +96,11 @@ class AttentionConfig:
     k_norm = q_norm
 
     @property
+    def rope_dim(self) -> int:
+        """How wide a head is where it turns."""
+        return self.head_dim
+
+    @property
     def sizes(self) -> dict[str, int]:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         widths = {"E": self.head_dim, "V": self.v_head_dim or self.head_dim, **({"A": 2} if self.output_gate else {})}
@@ -108,6 +114,8 @@ def _one(cfg: AttentionConfig) -> float:
 
 @pytree
 class Attention(Tree):
+    config: ClassVar[type] = AttentionConfig
+
     norm: Norm | None = None
     q: Tensor | None = dim("((K/tp G) E) D", when="plain_q")
     q_gate: Tensor | None = dim("((K/tp G) A E) D", when="output_gate")

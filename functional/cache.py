@@ -4,7 +4,7 @@ A cache has a slot for each position, or, in a layer that sees a `window` of tok
 ring, in which a token takes the place of the one that the window has left behind. Slots may lie unwritten and hold
 anything.
 
-Letters: B batch, S new tokens, T slots, K key/value heads, E key width, V value width.
+Letters: B batch, S new tokens, T slots, K key/value heads, E key width, V value width, LR latent and rotary key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import tree
 from .shapes import ShapeError
 from .tree import Tree, dim, pytree
 
-__all__ = ["KVCache", "cache_update", "empty_caches"]
+__all__ = ["Cache", "KVCache", "LatentCache", "cache_class", "cache_update", "empty_caches", "latent_cache_update"]
 
 
 @pytree
@@ -28,6 +28,18 @@ class KVCache(Tree):
 
     k: Tensor = dim("B T (K/tp) E", initial=0.0)
     v: Tensor = dim("B T (K/tp) V", initial=0.0)
+
+
+@pytree
+class LatentCache(Tree):
+    """The latent (normalised) and the rotary key (turned) of one layer of latent attention, side by side."""
+
+    latent: Tensor = dim("B T LR", initial=0.0)
+
+
+Cache = KVCache | LatentCache
+# What a cache holds of each token, `B T ...` each.
+Parts = tuple[Tensor, ...]
 
 
 def cache_update(
@@ -48,73 +60,85 @@ def cache_update(
     it (n is then n + S), since the last of them take the place of what the first still see.
     Raises `ShapeError` where a cache that is no ring has fewer than S slots.
     """
-    slots = cache.k.shape[1]
+    (k_cache, v_cache), (k_read, v_read), k_positions = _update((cache.k, cache.v), (k, v), positions, read, window)
+    return KVCache(k=k_cache, v=v_cache), k_read, v_read, k_positions
+
+
+def latent_cache_update(
+    cache: LatentCache, latent: Tensor, positions: Tensor, read: Tensor | None = None, *, window: int | None = None
+) -> tuple[LatentCache, Tensor, Tensor]:
+    """`cache_update` for latent `B S LR` -> the new cache, and what there is to read: latent `B n LR`, positions."""
+    (new,), (found,), k_positions = _update((cache.latent,), (latent,), positions, read, window)
+    return LatentCache(latent=new), found, k_positions
+
+
+def _update(
+    cache: Parts, new: Parts, positions: Tensor, read: Tensor | None, window: int | None
+) -> tuple[Parts, Parts, Tensor]:
+    """The parts of the new cache, what there is to read of each, and the positions of that."""
+    slots = cache[0].shape[1]
     if window is not None and window <= slots:
         if positions.shape[1] == 1:
-            return _turn_ring(cache, k, v, positions, read, window)
-        return _rewrite_ring(cache, k, v, positions, read, window)
+            return _turn_ring(cache, new, positions, read, window)
+        return _rewrite_ring(cache, new, positions, read, window)
     if positions.shape[1] > slots:
         raise ShapeError(f"cache: {slots} slots are too few for {positions.shape[1]} new tokens")
     if read is None:
         read = torch.arange(slots, device=positions.device)
-    write = _slots_of(positions, slots)
-    new = _put(cache, k, v, write, positions)
+    parts = _put(cache, new, _slots_of(positions, slots), positions)
     k_positions = torch.where(read <= _last(positions), read, -1)
-    n = read.shape[0]
-    return new, new.k.narrow(1, 0, n), new.v.narrow(1, 0, n), k_positions
+    return parts, _first(parts, read.shape[0]), k_positions
 
 
-def _put(cache: KVCache, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor) -> KVCache:
-    """The cache with k and v in `slots` `B S`, all different within a row; padding rewrites what its slot holds."""
+def _first(parts: Parts, slots: int) -> Parts:
+    return tuple([part.narrow(1, 0, slots) for part in parts])
+
+
+def _put(cache: Parts, new: Parts, slots: Tensor, positions: Tensor) -> Parts:
+    """The cache with new tokens in `slots` `B S`, all different within a row; padding rewrites what its slot holds."""
     rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
-    padding = (positions < 0)[..., None, None]
-    k_new = torch.where(padding, cache.k[rows, slots], k.to(cache.k.dtype))
-    v_new = torch.where(padding, cache.v[rows, slots], v.to(cache.v.dtype))
-    k_cache = cache.k.index_put((rows, slots), k_new)
-    v_cache = cache.v.index_put((rows, slots), v_new)
-    return KVCache(k=k_cache, v=v_cache)
+    found = []
+    for old, x in zip(cache, new, strict=True):
+        padding = (positions < 0)[(..., *[None] * (x.dim() - 2))]
+        found.append(old.index_put((rows, slots), torch.where(padding, old[rows, slots], x.to(old.dtype))))
+    return tuple(found)
 
 
 def _turn_ring(
-    cache: KVCache, k: Tensor, v: Tensor, positions: Tensor, read: Tensor | None, window: int
-) -> tuple[KVCache, Tensor, Tensor, Tensor]:
+    cache: Parts, new: Parts, positions: Tensor, read: Tensor | None, window: int
+) -> tuple[Parts, Parts, Tensor]:
     """One token a row: it is written first, since all that it sees is still there."""
-    write = positions % window
-    new = _put(cache, k, v, write, positions)
+    parts = _put(cache, new, positions % window, positions)
     slots = torch.arange(window, device=positions.device) if read is None else read
-    n = slots.shape[0]
-    return new, new.k.narrow(1, 0, n), new.v.narrow(1, 0, n), _in_ring(slots, positions, window)
+    return parts, _first(parts, slots.shape[0]), _in_ring(slots, positions, window)
 
 
 def _rewrite_ring(
-    cache: KVCache, k: Tensor, v: Tensor, positions: Tensor, read: Tensor | None, window: int
-) -> tuple[KVCache, Tensor, Tensor, Tensor]:
+    cache: Parts, new: Parts, positions: Tensor, read: Tensor | None, window: int
+) -> tuple[Parts, Parts, Tensor]:
     """Several tokens a row, of which only the last `window` are kept."""
     tokens = positions.shape[1]
-    k, v = k.to(cache.k.dtype), v.to(cache.v.dtype)
+    new = tuple([x.to(old.dtype) for old, x in zip(cache, new, strict=True)])
     last = _last(positions)
     before = last - (positions >= 0).sum(-1, keepdim=True)
     slots = torch.arange(window, device=positions.device) if read is None else read
-    n = slots.shape[0]
-    k_read = torch.cat((cache.k.narrow(1, 0, n), k), 1)
-    v_read = torch.cat((cache.v.narrow(1, 0, n), v), 1)
+    there = tuple([torch.cat(pair, 1) for pair in zip(_first(cache, slots.shape[0]), new, strict=True)])
     k_positions = torch.cat((_in_ring(slots, before, window), positions), 1)
     if tokens == 0:
-        return cache, k_read, v_read, k_positions
+        return cache, there, k_positions
     # For each slot the token that it takes, if any; tokens that take none meet in a slot behind the ring.
     kept = (positions >= 0) & (positions > last - window)
     slot = torch.where(kept, positions % window, window)
     order = torch.arange(tokens, device=positions.device).expand_as(positions)
     none = torch.full((positions.shape[0], window + 1), -1, dtype=order.dtype, device=positions.device)
     source = none.scatter(1, slot.long(), order)[:, :window]
-    take = source.clamp_min(0)[..., None, None]
-    keep = (source < 0)[..., None, None]
 
     def write(old: Tensor, new: Tensor) -> Tensor:
-        ring = torch.where(keep, old[:, :window], new.gather(1, take.expand(-1, -1, *new.shape[2:])))
-        return torch.cat((ring, old[:, window:]), 1)
+        each = (..., *[None] * (new.dim() - 2))
+        taken = new.gather(1, source.clamp_min(0)[each].expand(-1, -1, *new.shape[2:]))
+        return torch.cat((torch.where((source < 0)[each], old[:, :window], taken), old[:, window:]), 1)
 
-    return KVCache(k=write(cache.k, k), v=write(cache.v, v)), k_read, v_read, k_positions
+    return tuple([write(old, x) for old, x in zip(cache, new, strict=True)]), there, k_positions
 
 
 def _in_ring(slots: Tensor, last: Tensor, window: int) -> Tensor:
@@ -138,6 +162,11 @@ def _last(positions: Tensor) -> Tensor:
     return positions.amax(-1, keepdim=True)
 
 
+def cache_class(cfg: Any) -> type[KVCache] | type[LatentCache]:
+    """Of a layer's attention."""
+    return LatentCache if hasattr(cfg, "kv_lora_rank") else KVCache
+
+
 def empty_caches(
     cfgs: Iterable[Any],
     batch: int,
@@ -145,7 +174,7 @@ def empty_caches(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-) -> tuple[KVCache, ...]:
+) -> tuple[Cache, ...]:
     """One cache a layer, for the attention configs of a stack, uninitialised: an unwritten slot never matters.
 
     slots: as many as the longest row has tokens; a layer with a smaller window gets a ring of `window` slots. A
@@ -159,4 +188,4 @@ def empty_caches(
     if isinstance(slots, int):
         slots = [slots if each.window is None else min(slots, each.window) for each in kinds]
     sizes = zip(kinds, slots, strict=True)
-    return tuple(tree.map(allocate, KVCache.abstract(each, dtype=dtype, B=batch, T=n)) for each, n in sizes)
+    return tuple(tree.map(allocate, cache_class(each).abstract(each, dtype=dtype, B=batch, T=n)) for each, n in sizes)

@@ -12,8 +12,6 @@ Letters: B batch, S query tokens, T key tokens, H query heads, K key/value heads
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,10 @@ from .primitive import primitive
 from .shapes import ShapeError, check_shapes
 from .wire import edges
 
-__all__ = ["core_attention", "decode_attention", "dot_product_attention", "visible"]
+__all__ = [
+    "check_rules", "core_attention", "decode_attention", "dot_product_attention", "masked_softmax", "present",
+    "visible", "wide",
+]  # fmt: skip
 
 
 @edges(
@@ -276,10 +277,49 @@ def _check(
     k_positions: Tensor | None,
     kv_index: Tensor | None,
 ) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"{function}(window={window}): at least 1 token, the query's own")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{function}(softcap={softcap}): must be above 0")
+    _check_values(function, mask, window, q_ids, k_ids)
+    bound = check_shapes(
+        function,
+        q=(q, "B S H E"),
+        k=(k, "B T K E"),
+        v=(v, "B T K V"),
+        sinks=(sinks, "H"),
+        kv_index=(kv_index, "H"),
+        **_rules(mask, q_ids, k_ids, q_positions, k_positions),
+    )
+    if kv_index is None and (bound["K"] == 0 or bound["H"] % bound["K"]):
+        raise ShapeError(
+            f"{function}(k=...): H={bound['H']} query heads do not divide over K={bound['K']} key/value heads\n"
+            "    fix: pass kv_index (H), the key/value head of each query head"
+        )
+
+
+def check_rules(
+    function: str,
+    q: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> None:
+    """What says which keys a query sees, for q `B S H E` and keys `B T LR` that no head owns."""
+    _check_values(function, mask, window, q_ids, k_ids)
+    if (q_positions is None) != (k_positions is None):
+        raise ShapeError(f"{function}: q_positions and k_positions are needed together")
+    rules = _rules(mask, q_ids, k_ids, q_positions, k_positions)
+    check_shapes(function, q=(q, "B S H E"), latent=(latent, "B T LR"), **rules)
+
+
+def _check_values(
+    function: str, mask: Tensor | None, window: int | None, q_ids: Tensor | None, k_ids: Tensor | None
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"{function}(window={window}): at least 1 token, the query's own")
     if (q_ids is None) != (k_ids is None):
         raise ValueError(f"{function}(segment_ids=...): ids of both sides are needed, B S and B T")
     if mask is not None and mask.dtype != torch.bool:
@@ -287,21 +327,20 @@ def _check(
             f"{function}(mask=...): a boolean mask is needed, true where a query may see a key, not {mask.dtype}\n"
             "    fix: pass mask == 0 if it is additive"
         )
-    arguments: dict[str, Any] = {
-        "q": (q, "B S H E"),
-        "k": (k, "B T K E"),
-        "v": (v, "B T K V"),
+
+
+def _rules(
+    mask: Tensor | None,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+) -> dict[str, tuple[Tensor | None, str]]:
+    """Arguments of `check_shapes`."""
+    return {
         "mask": (mask, "S T" if mask is not None and mask.dim() == 2 else "B? H? S T"),
-        "sinks": (sinks, "H"),
         "segment_ids": (q_ids, "B S"),
         "k_segment_ids": (k_ids, "B T"),
         "q_positions": (q_positions, "B? S"),
         "k_positions": (k_positions, "B? T"),
-        "kv_index": (kv_index, "H"),
     }
-    bound = check_shapes(function, **arguments)
-    if kv_index is None and (bound["K"] == 0 or bound["H"] % bound["K"]):
-        raise ShapeError(
-            f"{function}(k=...): H={bound['H']} query heads do not divide over K={bound['K']} key/value heads\n"
-            "    fix: pass kv_index (H), the key/value head of each query head"
-        )

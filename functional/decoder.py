@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from .attention import Attention, AttentionConfig, attention
-from .cache import KVCache
+from .cache import Cache
 from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
 from .loss import cross_entropy
+from .mla import MLA, MLAConfig, mla
 from .mlp import MLP, MLPConfig, mlp
+from .moe import MoE, MoEConfig, Routing, moe
 from .norm import Norm, NormConfig, apply_norm, norm_in_front, norm_linear
 from .rope import RopeConfig, rope_tables
 from .shapes import check_positive, check_shapes
@@ -48,8 +50,8 @@ class LayerConfig:
     """parallel_residual: attention and mlp read the same x, normalised once by `norm`. resid_pdrop: dropout, never
     computed, see `dropout`."""
 
-    attention: AttentionConfig
-    mlp: MLPConfig
+    attention: AttentionConfig | MLAConfig
+    mlp: MLPConfig | MoEConfig
     norm: NormConfig | None = None
     parallel_residual: bool = False
     resid_pdrop: float = 0.0
@@ -112,8 +114,8 @@ class DecoderConfig:
 @pytree
 class Layer(Tree):
     norm: Norm | None = None
-    attention: Attention
-    mlp: MLP
+    attention: Attention | MLA
+    mlp: MLP | MoE
 
 
 @pytree
@@ -125,7 +127,8 @@ class Decoder(Tree):
     head_bias: Tensor | None = dim("Z/tp", when="head_bias", initial=0.0)
 
 
-@edges({"attention": attention, "mlp": mlp})
+# Of latent attention a layout says its own edges, which the others lack; so it is not declared here.
+@edges({"attention": attention, "mlp": mlp, "moe": moe})
 def layer(
     params: Layer,
     x: Tensor,
@@ -135,16 +138,19 @@ def layer(
     rope: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    cache: KVCache | None = None,
+    cache: Cache | None = None,
     read: Tensor | None = None,
+    return_routing: bool = False,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
-) -> tuple[Tensor, KVCache | None]:
-    """x `B S D` -> x `B S D`, cache. Arguments as those of `attention`."""
+) -> Any:
+    """x `B S D` -> x `B S D`, cache; with return_routing also the layer's `Routing`, None where it has no experts.
+    Arguments as those of `attention` and `mla`."""
     check_presence("layer", params, cfg)
     refuse_dropout("layer", "resid_pdrop", cfg.resid_pdrop, x, params)
     h = apply_norm(x, params.norm, cfg.norm)
-    a, cache = attention(
+    attend: Callable[..., Any] = mla if isinstance(cfg.attention, MLAConfig) else attention
+    a, cache = attend(
         params.attention,
         h,
         cfg.attention,
@@ -154,14 +160,27 @@ def layer(
         segment_ids=segment_ids,
         cache=cache,
         read=read,
-        wire=wire.scope("attention"),
+        wire=wire.scope(attend.__name__),
         core=core,
     )
     if cfg.parallel_residual:
-        return x + (a + mlp(params.mlp, h, cfg.mlp, wire=wire.scope("mlp"))), cache
-    x_BSD = x + a
-    x_BSD = x_BSD + mlp(params.mlp, x_BSD, cfg.mlp, wire=wire.scope("mlp"))
-    return x_BSD, cache
+        m, routing = feed(params.mlp, h, cfg.mlp, wire)
+        x_BSD = x + (a + m)
+    else:
+        x_BSD = x + a
+        m, routing = feed(params.mlp, x_BSD, cfg.mlp, wire)
+        x_BSD = x_BSD + m
+    return (x_BSD, cache, routing) if return_routing else (x_BSD, cache)
+
+
+def feed(params: MLP | MoE, x: Tensor, cfg: MLPConfig | MoEConfig, wire: Wire) -> tuple[Tensor, Routing | None]:
+    """x `B S D` -> `B S D` through the block that the layer has, and its routing if that has experts."""
+    if isinstance(params, MoE):
+        assert isinstance(cfg, MoEConfig)
+        out, routing = moe(params, x, cfg, return_routing=True, wire=wire.scope("moe"))
+        return out, routing
+    assert isinstance(cfg, MLPConfig)
+    return mlp(params, x, cfg, wire=wire.scope("mlp")), None
 
 
 @edges({"layers": layer}, tokens="B S", embedded="B S D", logits="B S Z")
@@ -173,16 +192,17 @@ def decoder(
     positions: Tensor | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    cache: tuple[KVCache, ...] | None = None,
+    cache: tuple[Cache, ...] | None = None,
     read: Tensor | Sequence[Tensor] | None = None,
     rope_positions: Tensor | None = None,
     rope_length: Tensor | None = None,
+    return_routing: bool = False,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
-    layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
-) -> tuple[Tensor, tuple[KVCache, ...] | None]:
+    layer: Callable[..., Any] = layer,
+) -> Any:
     """tokens `B S` -> logits `B S Z`, and the new cache (None without one). Arguments as those of `backbone`."""
-    x, cache = backbone(
+    x, *rest = backbone(
         params,
         tokens,
         cfg,
@@ -193,11 +213,12 @@ def decoder(
         read=read,
         rope_positions=rope_positions,
         rope_length=rope_length,
+        return_routing=return_routing,
         wire=wire,
         core=core,
         layer=layer,
     )
-    return logits(params, x, cfg, wire=wire), cache
+    return logits(params, x, cfg, wire=wire), *rest
 
 
 @edges({"layers": layer}, tokens="B S", embedded="B S D")
@@ -209,19 +230,21 @@ def backbone(
     positions: Tensor | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    cache: tuple[KVCache, ...] | None = None,
+    cache: tuple[Cache, ...] | None = None,
     read: Tensor | Sequence[Tensor] | None = None,
     rope_positions: Tensor | None = None,
     rope_length: Tensor | None = None,
+    return_routing: bool = False,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
-    layer: Callable[..., tuple[Tensor, KVCache | None]] = layer,
-) -> tuple[Tensor, tuple[KVCache, ...] | None]:
+    layer: Callable[..., Any] = layer,
+) -> Any:
     """tokens `B S` -> the last layer's output `B S D`, before the final norm, and the new cache.
 
     positions: `B|1 S`, -1 for padding; `0 .. S-1` unless given, and needed with a cache. mask, segment_ids, read: as
     in `attention`, read for all layers or one a layer (a ring is shorter). cache: one entry a layer.
     rope_positions: `M B S`, for mrope, `positions` unless given. rope_length: `B`, see `rope_tables`.
+    return_routing: a third result, the `Routing` of each layer, None of one without experts; for `balance_loss`.
     layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature.
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer.
     """
@@ -247,27 +270,32 @@ def backbone(
     x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens), cfg))
     tables: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]] = {}
     for each in cfg.layers:
-        rope, width = each.attention.rope, each.attention.head_dim
+        rope, width = each.attention.rope, each.attention.rope_dim
         if rope is not None and (rope, width) not in tables:
             turned_by = positions if rope.mrope_section is None or rope_positions is None else rope_positions
             tables[rope, width] = rope_tables(turned_by, rope, width, x.dtype, length=rope_length)
     reads = [read] * len(cfg.layers) if read is None or isinstance(read, Tensor) else read
     caches: list[Any] = list(cache) if cache is not None else [None] * len(cfg.layers)
+    routings: list[Routing | None] = []
+    asked = {"return_routing": True} if return_routing else {}
     for i, (layer_params, layer_cfg) in enumerate(zip(params.layers, cfg.layers, strict=True)):
-        x, caches[i] = layer(
+        x, caches[i], *routing = layer(
             layer_params,
             x,
             layer_cfg,
             positions=positions,
-            rope=tables.get((layer_cfg.attention.rope, layer_cfg.attention.head_dim)),
+            rope=tables.get((layer_cfg.attention.rope, layer_cfg.attention.rope_dim)),
             mask=mask,
             segment_ids=segment_ids,
             cache=caches[i],
             read=reads[i],
             wire=wire.scope("layers"),
             core=core,
+            **asked,
         )
-    return x, None if cache is None else tuple(caches)
+        routings += routing
+    new = None if cache is None else tuple(caches)
+    return (x, new, tuple(routings)) if return_routing else (x, new)
 
 
 def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch.nn.functional as tnf
 from torch import Tensor
@@ -22,7 +23,7 @@ from .shapes import check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
-__all__ = ["ACTIVATIONS", "MLP", "MLPConfig", "gated_mlp", "mlp", "plain_mlp"]
+__all__ = ["ACTIVATIONS", "MLP", "MLPConfig", "check_activation", "gated_mlp", "mlp", "plain_mlp"]
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -50,7 +51,7 @@ class MLPConfig:
 
     def __post_init__(self) -> None:
         check_positive("MLPConfig", hidden_size=self.hidden_size, intermediate_size=self.intermediate_size)
-        _activation("MLPConfig", "hidden_act", self.hidden_act)
+        check_activation("MLPConfig", "hidden_act", self.hidden_act)
 
     @property
     def gate_bias(self) -> bool:
@@ -63,6 +64,8 @@ class MLPConfig:
 
 @pytree
 class MLP(Tree):
+    config: ClassVar[type] = MLPConfig
+
     norm: Norm | None = None
     gate: Tensor | None = dim("F/tp D", when="gated")
     up: Tensor = dim("F/tp D")
@@ -112,7 +115,7 @@ def gated_mlp(
 ) -> Tensor:
     """x `... D`, gate and up `F D` -> act(norm(x) gate) * (norm(x) up), `... F`. norm_weight: `D`, or None."""
     check_shapes("gated_mlp", x=(x, "... D"), gate=(gate, "F D"), up=(up, "F D"))
-    act = _activation("gated_mlp", "activation", activation)
+    act = check_activation("gated_mlp", "activation", activation)
     g, u = norm_linear(
         x,
         norm_weight,
@@ -143,7 +146,7 @@ def plain_mlp(
 ) -> Tensor:
     """x `... D`, up `F D` -> act(norm(x) up), `... F`. norm_weight: `D`, or None."""
     check_shapes("plain_mlp", x=(x, "... D"), up=(up, "F D"))
-    act = _activation("plain_mlp", "activation", activation)
+    act = check_activation("plain_mlp", "activation", activation)
     (u,) = norm_linear(
         x,
         norm_weight,
@@ -158,7 +161,8 @@ def plain_mlp(
     return act(u)
 
 
-def _activation(function: str, argument: str, name: str) -> Callable[[Tensor], Tensor]:
+def check_activation(function: str, argument: str, name: str) -> Callable[[Tensor], Tensor]:
+    """The activation of that name. Raises `ValueError`."""
     if name not in ACTIVATIONS:
         known = ", ".join(sorted(ACTIVATIONS))
         raise ValueError(f'{function}({argument}="{name}") is unknown\n    known: {known}')

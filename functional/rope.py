@@ -124,6 +124,12 @@ class RopeConfig:
         return self.rope_type in ("dynamic", "longrope")
 
     @property
+    def score_scaling(self) -> float:
+        """What the scores of latent attention are multiplied by beside their scale: `mscale_all_dim` for the query
+        and for the key."""
+        return 1.0 if self.factor is None else _mscale(self.factor, self.mscale_all_dim or 0.0) ** 2
+
+    @property
     def scaling(self) -> float:
         """What cos and sin are multiplied by (yarn and longrope)."""
         if self.attention_factor is not None:

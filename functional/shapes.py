@@ -6,12 +6,13 @@ config, and a rank's own when they come from a tensor; this file only compares t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ShapeError", "check_positive", "check_shapes", "letters", "parse", "shape_of"]
+__all__ = ["ShapeError", "check_positive", "check_scale", "check_shapes", "letters", "parse", "shape_of"]
 
 
 class ShapeError(ValueError):
@@ -74,6 +75,12 @@ def check_positive(what: str, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{what}({name}=...): a positive integer is needed, not {value!r}")
+
+
+def check_scale(what: str, value: float | None, name: str = "softmax_scale") -> None:
+    """Raise `ValueError` for a factor that is not finite and above 0; None is the usual one."""
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{what}({name}={value}): a finite number above 0 is needed")
 
 
 def _numbers(t: Tensor) -> str:

@@ -19,7 +19,7 @@ import dataclasses
 import types
 import typing
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import optree
@@ -31,7 +31,7 @@ from .shapes import letters, parse, shape_of
 
 __all__ = [
     "Tree", "TreeError", "check", "dim", "leaves", "map", "paths", "pytree", "replace",
-    "sizes_of", "static", "trainable",
+    "sizes_of", "static", "trainable", "wide_paths",
 ]  # fmt: skip
 
 NAMESPACE = "meshfn"
@@ -47,16 +47,18 @@ def dim(
     *,
     when: str | None = None,
     initial: float | Callable[[Any], float] | None = None,
+    wide: bool = False,
 ) -> Any:
     """A leaf with this global shape in letters, such as `"((K/tp G) E) D"`; also its sharding and loading spec.
 
     when: the config attribute that says whether the leaf exists; without it, it always does.
     initial: a constant, or a function from the config to one; without it, normal with the config's `initializer_range`
         (0.02 where it has none).
+    wide: where it is stored in fp32 it stays so, whatever half precision the others are computed in (`wide_paths`).
     """
     parse(spec)
     default: Any = dataclasses.MISSING if when is None else None
-    metadata = {"spec": spec, "when": when, "initial": initial}
+    metadata = {"spec": spec, "when": when, "initial": initial, "wide": wide}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -70,6 +72,8 @@ class Tree:
 
     # fields that may be absent, each with the config attribute that says so; filled in by @pytree
     _optional: ClassVar[tuple[tuple[str, str], ...]] = ()
+    # the class of its config; needed where a field may hold this class or another
+    config: ClassVar[type]
 
     @classmethod
     def abstract(cls, cfg: Any, *, dtype: torch.dtype = torch.float32, **sizes: int) -> Self:
@@ -99,12 +103,13 @@ class Tree:
             constant = field.metadata["initial"]
             if callable(constant):
                 constant = constant(c)
+            kind = torch.promote_types(dtype, torch.float32) if field.metadata["wide"] else dtype
             if constant is not None:
-                return torch.full(shape, constant, dtype=dtype, device=device)
+                return torch.full(shape, constant, dtype=kind, device=device)
             # crc32 and not hash(), which differs from process to process; a generator takes 32 bits of a seed alone.
             generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed}{path}".encode()))
             values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-            return (values * getattr(c, "initializer_range", 0.02)).to(dtype=dtype, device=device)
+            return (values * getattr(c, "initializer_range", 0.02)).to(dtype=kind, device=device)
 
         return _build(cls, cfg, sizes, make)
 
@@ -218,6 +223,23 @@ def sizes_of(tree: Any, cfg: Any) -> dict[str, dict[str, int]]:
     return dict(walk(tree, cfg, {}, ""))
 
 
+def wide_paths(tree: Any) -> set[str]:
+    """The paths of leaves that stay in fp32 where they are stored so."""
+
+    def walk(node: Any, path: str) -> Iterator[str]:
+        for f in dataclasses.fields(node):
+            value, here = getattr(node, f.name), f"{path}.{f.name}"
+            if f.metadata.get("wide") and value is not None:
+                yield here
+            elif isinstance(value, tuple):
+                for i, child in enumerate(value):
+                    yield from walk(child, f"{here}[{i}]")
+            elif isinstance(value, Tree):
+                yield from walk(value, here)
+
+    return set(walk(tree, ""))
+
+
 def structure(tree: Any) -> Any:
     """The tree's definition; two are equal when a leaf list of one fits the other."""
     return _pytree.tree_structure(tree)
@@ -317,16 +339,24 @@ def _some(names: Iterable[str], limit: int = 6) -> str:
     return ", ".join(every[:limit]) + (f", ... ({len(every)})" if len(every) > limit else "")
 
 
-def _child_class(annotation: Any) -> tuple[type[Any] | None, bool]:
-    """The Tree class of an annotation, and whether it stands in a tuple: `X`, `X | None`, `tuple[X, ...]`."""
+def _child_classes(annotation: Any) -> tuple[list[type[Any]], bool]:
+    """The Tree classes of an annotation, and whether they stand in a tuple: `X`, `X | Y | None`, `tuple[X, ...]`."""
     many = typing.get_origin(annotation) is tuple
     options: Iterator[Any] = iter(typing.get_args(annotation) if many else [annotation])
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         options = iter(typing.get_args(annotation))
-    classes = [option for option in options if isinstance(option, type) and issubclass(option, Tree)]
-    if len(classes) > 1:
-        raise TypeError(f"a field holds one Tree class, not {', '.join(c.__name__ for c in classes)}")
-    return (classes[0] if classes else None), many
+    return [option for option in options if isinstance(option, type) and issubclass(option, Tree)], many
+
+
+def _class_of(classes: Sequence[type[Any]], cfg: Any) -> type[Any]:
+    """Which of several Tree classes a config is of: the one whose `config` it is."""
+    if len(classes) == 1:
+        return classes[0]
+    found = [cls for cls in classes if isinstance(cfg, cls.config)]
+    if len(found) != 1:
+        known = ", ".join(cls.config.__name__ for cls in classes)
+        raise TypeError(f"a config of {known} is needed, not {type(cfg).__name__}")
+    return found[0]
 
 
 def _build(cls: type[C], cfg: Any, sizes: dict[str, int], make: Callable[..., Any], path: str = "") -> C:
@@ -346,12 +376,14 @@ def _build(cls: type[C], cfg: Any, sizes: dict[str, int], make: Callable[..., An
             else:
                 values[f.name] = None
         else:
-            child, many = _child_class(hints[f.name])
-            if child is None:
+            classes, many = _child_classes(hints[f.name])
+            if not classes:
                 raise TypeError(f"{cls.__name__}.{f.name}: a field is dim(...), static(...) or another Tree class")
             sub = getattr(cfg, f.name)
             if many:
-                values[f.name] = tuple(_build(child, c, sizes, make, f"{here}[{i}]") for i, c in enumerate(sub))
+                each = [_build(_class_of(classes, c), c, sizes, make, f"{here}[{i}]") for i, c in enumerate(sub)]
+                values[f.name] = tuple(each)
             else:
-                values[f.name] = None if sub is None else _build(child, sub, sizes, make, here)
+                made = None if sub is None else _build(_class_of(classes, sub), sub, sizes, make, here)
+                values[f.name] = made
     return cls(**values)

@@ -42,8 +42,8 @@ class Wire(Protocol):
         rules."""
         ...
 
-    def heads(self) -> Heads:
-        """What a core is told of its heads after `receive`."""
+    def heads(self, *, sent: bool = False) -> Heads:
+        """What a core is told of its heads after `receive`. sent: of those that queries have before they move."""
         ...
 
     def send(self, **named: Tensor | None) -> Any:
@@ -71,7 +71,7 @@ class Identity:
     def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> Identity:
         return self
 
-    def heads(self) -> Heads:
+    def heads(self, *, sent: bool = False) -> Heads:
         return Heads()
 
     def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:

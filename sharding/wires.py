@@ -79,9 +79,9 @@ class LayoutWire:
         known = {**self.sizes, **said, "G": H // K if K else 1}
         return replace(self, sizes=known, edges=dict(_resolved(self.layout, self.axes, (H, K))), sight=sight)
 
-    def heads(self) -> Heads:
+    def heads(self, *, sent: bool = False) -> Heads:
         sizes = tuple((letter, self.sizes[letter]) for letter in "HKG")
-        queries, keys = self.edges["q"][-1], self.edges["k"][-1]
+        queries, keys = (self.edges[name][0 if sent else -1] for name in ("q", "k"))
         found = rules.heads(queries, keys, self.axes, self.rank, sizes)
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
         return Heads(found.offset, found.local, index)

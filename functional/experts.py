@@ -1,0 +1,73 @@
+"""The experts of a mixture, once it is known which of them compute which token.
+
+    out = sum_j w_j (act(x Wgate[e_j]) * (x Wup[e_j])) Wdown[e_j]
+
+Letters: D model width, F feed-forward width, X experts, J experts a token, N tokens, M = N J rows; `...` leading
+dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .core import wide
+from .grouped import grouped_linear
+from .mlp import ACTIVATIONS, check_activation
+from .primitive import primitive
+from .shapes import check_shapes
+
+__all__ = ["expert_mlp", "gated"]
+
+
+@primitive
+def expert_mlp(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.702,
+) -> Tensor:
+    """x `... D`, index and weights `... J`, gate and up `X F D`, down `X D F`, biases `X F` -> `... D` in x's dtype.
+
+    Rows are sorted by expert and multiplied group by group: an expert that nobody chose is not read.
+    swiglu_limit: gpt_oss's gate, with g and u clamped (g from above alone): `(u + 1) g sigmoid(swiglu_alpha g)`.
+    """
+    check_shapes(
+        "expert_mlp",
+        x=(x, "... D"),
+        index=(index, "... J"),
+        weights=(weights, "... J"),
+        gate=(gate, "X F D"),
+        up=(up, "X F D"),
+        down=(down, "X D F"),
+        gate_bias=(gate_bias, "X F"),
+        up_bias=(up_bias, "X F"),
+    )
+    check_activation("expert_mlp", "activation", activation)
+    chosen = index.shape[-1]
+    expert = index.reshape(-1)
+    order = expert.argsort(stable=True)
+    counts = torch.zeros_like(gate[:, 0, 0], dtype=torch.int64).scatter_add(0, expert, torch.ones_like(expert))
+    rows = x.reshape(-1, x.shape[-1])[order // chosen]
+    g, u = grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts)
+    if gate_bias is not None and up_bias is not None:
+        g, u = g + gate_bias[expert[order]], u + up_bias[expert[order]]
+    y = grouped_linear(gated(g, u, activation, swiglu_limit, swiglu_alpha), down, counts)
+    y_NJD = wide(y[order.argsort()]).unflatten(0, (-1, chosen))
+    return (y_NJD * weights.reshape(-1, chosen, 1)).sum(1).to(x.dtype).view(x.shape)
+
+
+def gated(g: Tensor, u: Tensor, activation: str, swiglu_limit: float | None, swiglu_alpha: float) -> Tensor:
+    """g and u `... F` -> `... F`."""
+    if swiglu_limit is None:
+        return ACTIVATIONS[activation](g) * u
+    g, u = g.clamp(max=swiglu_limit), u.clamp(-swiglu_limit, swiglu_limit)
+    return (u + 1) * (g * torch.sigmoid(swiglu_alpha * g))

@@ -1,0 +1,254 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): keys and values of all heads from one latent.
+
+    c_q = norm(x Wqa);            q_h = c_q Wqb_h,    its last R channels turned            (or q_h = x Wq_h)
+    c | k_r = x Wkva;             c = norm(c);        k_r turned, the same for all heads
+    k_h | v_h = c Wkvb_h;         o_h = softmax(scale * (q_h,n . k_h + q_h,r . k_r)) v_h;   out = concat(o) Wo
+
+Two ways to compute it agree. *Expanded*, as written: for many queries. *Absorbed*: Wkvb moves to the other side of both
+products, so that queries meet the latents themselves, and keys and values of a head never exist:
+
+    q'_h = q_h,n Wk_h;            o_h = (softmax(scale * (q'_h . c + q_h,r . k_r)) c) Wv_h
+
+A cache holds c and k_r, L + R numbers a token, whatever the number of heads.
+
+Letters: B batch, S query tokens, T key tokens, D model width, H heads, Q query latent, L latent, N non-rotary and R
+rotary key width, E = N + R, V value width; NV = N + V and LR = L + R, one beside the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import refuse_unknown
+from .cache import LatentCache, latent_cache_update
+from .core import dot_product_attention
+from .dropout import refuse_dropout
+from .latent import absorbed_attention
+from .mla_checks import check_call, check_latents, check_range
+from .mla_config import MLA, MLAConfig
+from .norm import apply_norm, linear, norm_in_front, norm_linear, normalize
+from .rope import apply_rope, rope_tables
+from .tree import check_presence
+from .wire import Heads, Wire, edges, identity
+
+__all__ = ["MLA", "MLAConfig", "is_absorbed", "mla", "mla_expand", "mla_latents", "mla_output", "mla_queries", "turn"]
+
+
+def turn(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    head_offset: int | None = None,
+    local_heads: int | None = None,
+) -> Tensor:
+    """x `B S H R`, cos and sin `B|1 S R/2` -> x turned: `apply_rope`, whatever the heads are.
+
+    Any function of these arguments may take its place. head_offset, local_heads: which heads these are of all, None
+    where all of them are here and for the rotary key, which no head owns.
+    """
+    return apply_rope(x, cos, sin, interleaved=interleaved)
+
+
+@edges(
+    x="B S D",
+    kv_latent="B T L",
+    key_rope="B T R",
+    kv_b="(H NV) L",
+    q="B S H E",
+    kv="B T H NV",
+    q_positions="B S",
+    k_positions="B T",
+    q_segment_ids="B S",
+    k_segment_ids="B T",
+    mask="B H S T",
+    o="B S H V",
+    out="B S D",
+)
+def mla(
+    params: MLA,
+    x: Tensor,
+    cfg: MLAConfig,
+    *,
+    positions: Tensor,
+    rope: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cache: LatentCache | None = None,
+    read: Tensor | None = None,
+    absorbed: bool | None = None,
+    wire: Wire = identity,
+    core: Callable[..., Tensor] = dot_product_attention,
+    absorbed_core: Callable[..., Tensor] = absorbed_attention,
+    rotary: Callable[..., Tensor] = turn,
+    **unknown: Any,
+) -> tuple[Tensor, LatentCache | None]:
+    """x `B S D`, positions `B|1 S` (-1: padding) -> out `B S D`, and the new cache (None without one).
+
+    rope: cos and sin `B|1 S R/2`, computed from `positions` unless given. mask: boolean, `S T` or `B|1 H|1 S T`.
+    segment_ids: `B S`, the packed document of each token; not with a cache, not with a mask.
+    cache: latents of the tokens before; the new ones are written at `positions`. read: see `cache_update`.
+    absorbed: which way to compute it, see the module; what computes less unless given, see `is_absorbed`.
+    core: computes the expanded way, see `dot_product_attention`; absorbed_core the other, see `absorbed_attention`.
+    rotary: turns queries and the rotary key, see `turn`. All three may be called again under recomputation.
+    Raises `ShapeError`, `TypeError` and `ValueError` naming the argument, `TreeError` where params and config ask for
+    different parts, before any work.
+    """
+    refuse_unknown("mla", mla, unknown)
+    check_presence("mla", params, cfg)
+    refuse_dropout("mla", "attention_dropout", cfg.attention_dropout, x, params)
+    check_call(params, x, cfg, positions=positions, rope=rope, mask=mask, segment_ids=segment_ids, cache=cache)
+    wire = wire.layer(H=cfg.num_attention_heads, K=cfg.num_attention_heads, causal=cfg.causal, window=cfg.window)
+    x_BSD = wire.pass_(x=x)
+    latents, gate = _down(params, x_BSD, cfg)
+    q_latent, kv_latent, key_rope = latents
+    cos, sin = _tables(positions, rope, cfg, x.dtype)
+    if cos is not None:
+        key_rope = rotary(key_rope[:, :, None], cos, sin, interleaved=cfg.interleaved)[:, :, 0]
+    positions = positions.expand(x.shape[:2])
+
+    # Latents first, so that they fly while queries are projected.
+    sent = wire.send(kv_latent=kv_latent, key_rope=key_rope, k_positions=positions, k_segment_ids=segment_ids)
+    local = params.q_b if params.q is None else params.q
+    assert local is not None  # check_presence has seen that one of them is there
+    q_BSHE = linear(q_latent, local).unflatten(-1, (-1, cfg.qk_head_dim))
+    if cos is not None:
+        q_BSHE = _turned(q_BSHE, cos, sin, cfg, rotary, wire.heads(sent=True))
+    kv_b, kv_latent, key_rope, k_positions, k_ids = wire.receive(sent, kv_b=params.kv_b)
+    if cache is not None:
+        new = torch.cat((kv_latent, key_rope), -1)
+        cache, latent, k_positions = latent_cache_update(cache, new, k_positions, read, window=cfg.window)
+        kv_latent, key_rope = latent.split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
+    if absorbed is None:
+        absorbed = cache is not None and is_absorbed(cfg, x.shape[1], cache.latent.shape[1])
+
+    rules = {"q_positions": positions, "q_segment_ids": segment_ids, "mask": mask}
+    if absorbed:
+        q_BSHE, q_positions, q_ids, mask = wire.receive(q=q_BSHE, **rules)
+    else:
+        kv_BTHM = linear(kv_latent, kv_b).unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
+        q_BSHE, q_positions, q_ids, mask, kv_BTHM = wire.receive(q=q_BSHE, **rules, kv=kv_BTHM)
+    heads = wire.heads()
+    told: dict[str, Any] = {
+        "window": cfg.window,
+        "mask": mask,
+        "segment_ids": None if q_ids is None else (q_ids, k_ids),
+        "kv_index": heads.kv_index,
+        "head_offset": heads.offset,
+        "local_heads": heads.local,
+    }
+    told = {name: value for name, value in told.items() if value is not None}
+    told |= {"causal": cfg.causal, "q_positions": q_positions, "k_positions": k_positions, "softmax_scale": cfg.scale}
+    if absorbed:
+        latent = latent if cache is not None else torch.cat((kv_latent, key_rope), -1)
+        o_BSHV = absorbed_core(q_BSHE, latent, kv_b, nope_dim=cfg.qk_nope_head_dim, **told)
+    else:
+        o_BSHV = core(q_BSHE, *_keys_and_values(kv_BTHM, key_rope, cfg), **told)
+    o_BSHV = wire.pass_(o=o_BSHV)
+    return _out(params, o_BSHV, gate, cfg, wire), cache
+
+
+def mla_latents(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """x `B S D` -> q_latent `B S Q`, kv_latent `B S L`, key_rope `B S R`: normalised, before the up-projections and
+    before any turn. Without a query rank q_latent is x, normalised by the norm in front."""
+    return _down(params, x, cfg)[0]
+
+
+def mla_queries(
+    params: MLA, q_latent: Tensor, cfg: MLAConfig, *, heads: tuple[int, int] | range | None = None
+) -> Tensor:
+    """q_latent `B S Q` -> q `B S H E`, of a range of heads (`(first, end)` as the weight counts them, all unless
+    given), before any turn. Raises `ValueError` for a range outside the projection."""
+    weight = params.q_b if params.q is None else params.q
+    assert weight is not None
+    rows = check_range("mla_queries", heads, weight, cfg.qk_head_dim)
+    return linear(q_latent, weight[rows]).unflatten(-1, (-1, cfg.qk_head_dim))
+
+
+def mla_expand(
+    params: MLA,
+    kv_latent: Tensor,
+    key_rope: Tensor,
+    cfg: MLAConfig,
+    *,
+    heads: tuple[int, int] | range | None = None,
+) -> tuple[Tensor, Tensor]:
+    """kv_latent `B T L`, key_rope `B T R` (turned) -> keys `B T H E` and values `B T H V`, of a range of heads as in
+    `mla_queries`."""
+    check_latents("mla_expand", kv_latent=(kv_latent, "B T L"), key_rope=(key_rope, "B T R"))
+    width = cfg.qk_nope_head_dim + cfg.v_head_dim
+    rows = check_range("mla_expand", heads, params.kv_b, width)
+    return _keys_and_values(linear(kv_latent, params.kv_b[rows]).unflatten(-1, (-1, width)), key_rope, cfg)
+
+
+def mla_output(params: MLA, o: Tensor, x: Tensor, cfg: MLAConfig, *, wire: Wire = identity) -> Tensor:
+    """o `B S H V`, x `B S D` (the layer's input, which the gate reads) -> out `B S D`."""
+    gate = None
+    if params.gate is not None:
+        gate = linear(apply_norm(x, params.norm, cfg.norm), params.gate)
+    return _out(params, o, gate, cfg, wire)
+
+
+def is_absorbed(cfg: MLAConfig, queries: int, keys: int) -> bool:
+    """Whether S queries against T cached keys take fewer multiplications absorbed than expanded, a head:
+
+    S L (N + V) + S T (2 L + R)  against  T L (N + V) + S T (N + R + V).   Absorbed also reads less, always.
+    """
+    N, R, V, L = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
+    return queries * L * (N + V) + queries * keys * (2 * L + R) <= keys * L * (N + V) + queries * keys * (N + R + V)
+
+
+def _down(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """The latents as `mla_latents` gives them, and what the gate is the sigmoid of."""
+    norm_weight, options = norm_in_front(params.norm, cfg.norm)
+    if params.q_a is None:
+        x = apply_norm(x, params.norm, cfg.norm)  # queries are projected from it, later
+        norm_weight, options = None, {}
+    parts = [(params.q_a, params.q_a_bias), (params.kv_a, params.kv_a_bias), (params.gate, None)]
+    here = [(weight, bias) for weight, bias in parts if weight is not None]
+    found = norm_linear(x, norm_weight, [w for w, _ in here], [b for _, b in here], **options)
+    gate = found.pop() if params.gate is not None else None
+    kv_latent, key_rope = found.pop().split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
+    kv_latent = normalize(kv_latent, params.kv_norm, **cfg.latent_norm.options)
+    q_latent = x
+    if params.q_norm is not None:
+        q_latent = normalize(found.pop(), params.q_norm, **cfg.latent_norm.options)
+    return (q_latent, kv_latent, key_rope), gate
+
+
+def _tables(
+    positions: Tensor, rope: tuple[Tensor, Tensor] | None, cfg: MLAConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if cfg.rope is None:
+        return None, None
+    return rope_tables(positions, cfg.rope, cfg.qk_rope_head_dim, dtype) if rope is None else rope
+
+
+def _turned(q: Tensor, cos: Tensor, sin: Tensor, cfg: MLAConfig, rotary: Callable[..., Tensor], heads: Heads) -> Tensor:
+    """q `B S H E` with its last R channels turned."""
+    q_nope, q_rope = q.split((cfg.qk_nope_head_dim, cfg.qk_rope_head_dim), -1)
+    told = {"head_offset": heads.offset, "local_heads": heads.local}
+    told = {name: value for name, value in told.items() if value is not None}
+    return torch.cat((q_nope, rotary(q_rope, cos, sin, interleaved=cfg.interleaved, **told)), -1)
+
+
+def _keys_and_values(kv: Tensor, key_rope: Tensor, cfg: MLAConfig) -> tuple[Tensor, Tensor]:
+    """kv `B T H NV`, key_rope `B T R` -> k `B T H E`, v `B T H V`; here at last each head has the rotary key."""
+    k_nope, v = kv.split((cfg.qk_nope_head_dim, cfg.v_head_dim), -1)
+    return torch.cat((k_nope, key_rope[:, :, None].expand(-1, -1, kv.shape[2], -1)), -1), v
+
+
+def _out(params: MLA, o: Tensor, gate: Tensor | None, cfg: MLAConfig, wire: Wire) -> Tensor:
+    o = o.flatten(2)
+    if gate is not None:
+        o = o * gate.sigmoid()
+    out_BSD = wire.pass_(out=linear(o, params.o))
+    # Bias and norm come after the edge, which may be a sum over ranks.
+    if params.o_bias is not None:
+        out_BSD = out_BSD + params.o_bias
+    return apply_norm(out_BSD, params.post_norm, cfg.post_norm)
