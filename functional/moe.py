@@ -1,7 +1,7 @@
 """Mixture of experts: a router chooses a few feed-forward blocks for each token (Shazeer et al. 2017,
 arXiv:1701.06538; DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066).
 
-    s = softmax(h Wr)   or   sigmoid(h Wr);      e_1 .. e_J = the J highest of s (+ b, where experts are kept busy by one)
+    s = softmax(h Wr)   or   sigmoid(h Wr);      e_1 .. e_J = the J highest of s (+ b, a correction)
     w_j = s[e_j], divided by their sum where the config says so, times routed_scaling_factor
     out = sum_j w_j expert_{e_j}(h)  +  shared(h) (* sigmoid(h Wg)),      h = norm(x)
 

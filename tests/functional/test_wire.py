@@ -73,7 +73,7 @@ def test_every_edge_passes_with_the_shape_it_declares():
     ends = [("pass", "tokens", (2, 5)), ("pass", "embedded", (2, 5, 48))], [("pass", "logits", (2, 5, 97))]
     assert log == [*ends[0], *one_layer, *one_layer, *ends[1]]
     declared = edges_of(F.decoder)
-    assert {name for _, name, _ in log} == set(declared)
+    assert {name for _, name, _ in log} == {name for name in declared if ".moe." not in name}
     sizes = {"B": 2, "S": 5, "T": 5, "D": 48, "K": 2, "G": 3, "E": 8, "V": 8, "F": 40, "Z": 97}
     for _, name, shape in log:
         if shape is not None:
