@@ -22,9 +22,19 @@ __all__ = ["grouped_linear", "grouped_outer"]
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op("meshfn_experts::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x `M I`, weight `X O I`, counts `X` (rows of each expert, M in all; integers) -> `M O`."""
+    y: Tensor = _GroupedLinear.apply(x, weight, counts)
+    return y
+
+
+def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """y `M O`, x `M I`, counts `X` -> `X O I`, zeros for an expert without rows."""
+    found: Tensor = _GroupedOuter.apply(y, x, counts)
+    return found
+
+
+def _linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if _torch_takes(x, weight):
         return tnf.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
     y = x.new_empty(x.shape[0], weight.shape[1])
@@ -33,9 +43,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("meshfn_experts::grouped_outer", mutates_args=())
-def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-    """y `M O`, x `M I`, counts `X` -> `X O I`, zeros for an expert without rows."""
+def _outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     found = x.new_zeros(counts.shape[0], y.shape[1], x.shape[1])
     for expert, first, end in _groups(counts):
         found[expert] = y[first:end].mT @ x[first:end]
@@ -64,49 +72,70 @@ def _torch_takes(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in _FORMATS and x.numel() > 0 and lies_well(x) and lies_well(weight)
 
 
-@grouped_linear.register_fake
+_linear_op = torch.library.custom_op("meshfn_experts::grouped_linear", _linear, mutates_args=())
+_outer_op = torch.library.custom_op("meshfn_experts::grouped_outer", _outer, mutates_args=())
+
+
+@_linear_op.register_fake
 def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@grouped_outer.register_fake
+@_outer_op.register_fake
 def _(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.shape[0], y.shape[1], x.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+class _Grouped(torch.autograd.Function):
+    """What the two have in common. The operators' own autograd does not go through `torch.func`; this does."""
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, weight, counts = ctx.saved_tensors
-    d_x = grouped_linear(grad.contiguous(), weight.mT, counts) if ctx.needs_input_grad[0] else None
-    d_weight = grouped_outer(grad.contiguous(), x, counts) if ctx.needs_input_grad[1] else None
-    return d_x, d_weight, None
-
-
-def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    y, x, counts = ctx.saved_tensors
-    d_y = grouped_linear(x, grad.contiguous(), counts) if ctx.needs_input_grad[0] else None
-    d_x = grouped_linear(y, grad.contiguous().mT, counts) if ctx.needs_input_grad[1] else None
-    return d_y, d_x, None
-
-
-grouped_linear.register_autograd(_linear_backward, setup_context=_keep)
-grouped_outer.register_autograd(_outer_backward, setup_context=_keep)
-
-
-def _by_sample(op: Any) -> Any:
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+    @classmethod
+    def by_sample(cls, info: Any, in_dims: tuple[int | None, ...], args: tuple[Tensor, ...]) -> tuple[Tensor, int]:
         """Samples have other counts, so each is computed by itself."""
         samples = [
-            op(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+            cls.apply(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
         ]
         return torch.stack(samples), 0
 
-    return rule
+
+class _GroupedLinear(_Grouped):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        found: Tensor = (_linear_op if torch.compiler.is_compiling() else _linear)(x, weight, counts)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, counts = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        d_x = grouped_linear(grad, weight.mT, counts) if ctx.needs_input_grad[0] else None
+        d_weight = grouped_outer(grad, x, counts) if ctx.needs_input_grad[1] else None
+        return d_x, d_weight, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _GroupedLinear.by_sample(info, in_dims, args)
 
 
-grouped_linear.register_vmap(_by_sample(grouped_linear))
-grouped_outer.register_vmap(_by_sample(grouped_outer))
+class _GroupedOuter(_Grouped):
+    @staticmethod
+    def forward(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+        found: Tensor = (_outer_op if torch.compiler.is_compiling() else _outer)(y, x, counts)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        y, x, counts = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        d_y = grouped_linear(x, grad, counts) if ctx.needs_input_grad[0] else None
+        d_x = grouped_linear(y, grad.mT, counts) if ctx.needs_input_grad[1] else None
+        return d_y, d_x, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+        return _GroupedOuter.by_sample(info, in_dims, args)

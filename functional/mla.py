@@ -209,16 +209,15 @@ def _down(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[tuple[Tensor, Tensor,
     if params.q_a is None:
         x = apply_norm(x, params.norm, cfg.norm)  # queries are projected from it, later
         norm_weight, options = None, {}
-    parts = [(params.q_a, params.q_a_bias), (params.kv_a, params.kv_a_bias), (params.gate, None)]
+    parts = [(params.kv_a, params.kv_a_bias), (params.q_a, params.q_a_bias), (params.gate, None)]
     here = [(weight, bias) for weight, bias in parts if weight is not None]
     found = norm_linear(x, norm_weight, [w for w, _ in here], [b for _, b in here], **options)
-    gate = found.pop() if params.gate is not None else None
-    kv_latent, key_rope = found.pop().split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
+    kv_latent, key_rope = found[0].split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
     kv_latent = normalize(kv_latent, params.kv_norm, **cfg.latent_norm.options)
     q_latent = x
     if params.q_norm is not None:
-        q_latent = normalize(found.pop(), params.q_norm, **cfg.latent_norm.options)
-    return (q_latent, kv_latent, key_rope), gate
+        q_latent = normalize(found[1], params.q_norm, **cfg.latent_norm.options)
+    return (q_latent, kv_latent, key_rope), None if params.gate is None else found[-1]
 
 
 def _tables(

@@ -75,9 +75,9 @@ def _check_mask(
     if mask.device != x.device:
         raise ValueError(f"mla(mask=...): it is on {mask.device}, x on {x.device}\n    fix: mask.to(x.device)")
     # With a cache there are as many keys as `read` says, and the core looks at it.
-    keys = {} if cached else {"T": sizes["S"]}
-    known = {letter: sizes[letter] for letter in "BSH"} | keys
-    check_shapes("mla", known, mask=(mask, "S T" if mask.dim() == 2 else "B? H? S T"))
+    keys = "T" if cached else "S"
+    spec = f"S {keys}" if mask.dim() == 2 else f"B? H? S {keys}"
+    check_shapes("mla", {"H": sizes["H"]}, x=(x, "B S D"), mask=(mask, spec))
 
 
 def _check_tables(rope: tuple[Tensor, Tensor], x: Tensor, cfg: MLAConfig) -> None:

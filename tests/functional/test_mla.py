@@ -1,0 +1,351 @@
+"""Latent attention: expanded, absorbed, a range of heads, against transformers and against formulas written out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn.functional.mla import is_absorbed
+
+from .latent_cases import YARN, deepseek, theirs, tiny
+
+CASES = {
+    "yarn-40": {},
+    "half-split": {"rope_interleave": False},
+    "no-query-rank": {"q_lora_rank": None, "attention_bias": False},
+    "plain-rope": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    },
+    "equal-mscale": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "v_head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_transformers_with_gradients(name, absorbed):
+    """Lengths 0, 1, 3 and 19, batch 3, x not contiguous, positions far beyond the original context of 16."""
+    module, tables, params, cfg = deepseek(**CASES[name])
+    for size in (0, 1, 3, 19):
+        x = torch.randn(size, 3, 36, dtype=torch.float64).transpose(0, 1).requires_grad_()
+        positions = torch.arange(size)[None] + torch.tensor([0, 100, 600])[:, None]
+        weight = torch.randn(3, size, 36, dtype=torch.float64)
+        mine, none = F.mla(params, x, cfg, positions=positions, absorbed=absorbed)
+        if size == 0:
+            assert mine.shape == (3, 0, 36)
+            continue
+        assert none is None
+        wanted = theirs(module, tables, x, positions)
+        # Tables are fp32 on both sides, and their norms are in fp32 whatever x is.
+        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-6)
+        leaves = [x, *F.tree.leaves(params)]
+        found = torch.autograd.grad((mine * weight).sum(), leaves)
+        for a, b in zip(found, torch.autograd.grad((wanted * weight).sum(), leaves), strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+
+
+def kinds():
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 1]])
+    mask = torch.rand(2, 3, 7, 7) < 0.6
+    mask[0, :, 3] = False  # a row that may see nothing
+    return {
+        "causal": ({}, {}),
+        "whole": ({"causal": False}, {}),
+        "window": ({"window": 3}, {}),
+        "window-both-sides": ({"window": 2, "causal": False}, {}),
+        "mask": ({"causal": False}, {"mask": mask}),
+        "mask-of-all": ({}, {"mask": mask[0, 0]}),
+        "documents": ({}, {"segment_ids": ids}),
+        "gate": ({"output_gate": True}, {}),
+        "nope": ({"rope": None, "qk_rope_head_dim": 3}, {}),
+        "scale": ({"softmax_scale": 0.7, "norm": F.NormConfig(), "post_norm": F.NormConfig(zero_centered=True)}, {}),
+        "padding": ({}, {"positions": torch.tensor([[-1, -1, 0, 1, 2, 3, 4], [0, 1, 2, 3, -1, -1, -1]])}),
+    }
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_absorbed_equals_expanded_with_gradients(name):
+    torch.manual_seed(3)
+    options, given = kinds()[name]
+    cfg = tiny(**options)
+    params = F.tree.map(
+        lambda t: (t + 0.1 * torch.randn_like(t)).requires_grad_(), F.MLA.init(cfg, 0, dtype=torch.float64)
+    )
+    x = torch.randn(2, 7, 20, dtype=torch.float64, requires_grad=True)
+    given = {"positions": torch.arange(7)[None], **given}
+    weight = torch.randn(2, 7, 20, dtype=torch.float64)
+    found = []
+    for absorbed in (False, True):
+        out, _ = F.mla(params, x, cfg, absorbed=absorbed, **given)
+        found.append((out, *torch.autograd.grad((out * weight).sum(), [x, *F.tree.leaves(params)])))
+    for a, b in zip(*found, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    if name == "mask":  # zeros from the core, and the projection keeps them
+        assert found[0][0][0, 3].abs().max() == 0
+    check = torch.autograd.gradgradcheck if name == "window" else None
+    if check:
+        fn = lambda x: F.mla(params, x, cfg, absorbed=True, **given)[0]  # noqa: E731
+        assert check(fn, (x,), atol=1e-4)
+
+
+def test_gated_nope_layer_in_the_shape_of_kimi_k3():
+    """Query rank, a shared key that never turns, V other than N + R, a sigmoid gate of full rank: the formula, head by
+    head and row by row."""
+    torch.manual_seed(0)
+    cfg = tiny(rope=None, output_gate=True, qk_rope_head_dim=3, softmax_scale=None)
+    p = F.tree.map(lambda t: t + 0.1 * torch.randn_like(t), F.MLA.init(cfg, 1, dtype=torch.float64))
+    x = torch.randn(2, 6, 20, dtype=torch.float64)
+
+    def rms(a, w):
+        return a / (a.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w
+
+    wanted = torch.zeros(2, 6, 20, dtype=torch.float64)
+    for b in range(2):
+        c_q = rms(x[b] @ p.q_a.T, p.q_norm)
+        down = x[b] @ p.kv_a.T
+        c, shared = rms(down[:, :13], p.kv_norm), down[:, 13:]
+        heads = []
+        for h in range(3):
+            q = c_q @ p.q_b[8 * h : 8 * h + 8].T  # N + R = 8
+            up = c @ p.kv_b[12 * h : 12 * h + 12].T  # N + V = 12
+            k, v = torch.cat((up[:, :5], shared), 1), up[:, 5:]
+            rows = []
+            for s in range(6):
+                scores = (k[: s + 1] @ q[s]) / math.sqrt(8)
+                e = (scores - scores.max()).exp()
+                rows.append((e / e.sum()) @ v[: s + 1])
+            gate = 1 / (1 + (-(x[b] @ p.gate[7 * h : 7 * h + 7].T)).exp())
+            heads.append(torch.stack(rows) * gate)
+        wanted[b] = torch.cat(heads, 1) @ p.o.T
+    for absorbed in (False, True):
+        found, _ = F.mla(p, x, cfg, positions=torch.arange(6)[None], absorbed=absorbed)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("query_rank", [8, None])
+def test_stages_compose_to_the_layer_for_any_range_of_heads(query_rank):
+    cfg = tiny(q_lora_rank=query_rank, output_gate=True, norm=F.NormConfig())
+    params = F.MLA.init(cfg, 0, dtype=torch.float64)
+    x, positions = torch.randn(2, 5, 20, dtype=torch.float64), torch.arange(5)[None]
+    wanted, _ = F.mla(params, x, cfg, positions=positions)
+    q_latent, kv_latent, key_rope = F.mla_latents(params, x, cfg)
+    assert (kv_latent.shape, key_rope.shape) == ((2, 5, 13), (2, 5, 4))
+    cos, sin = F.rope_tables(positions, cfg.rope, 4, torch.float64)
+    key_rope = F.apply_rope(key_rope[:, :, None], cos, sin)[:, :, 0]
+    outs = []
+    for heads in ((0, 1), range(1, 3)):
+        q = F.mla_queries(params, q_latent, cfg, heads=heads)
+        q = torch.cat((q[..., :5], F.apply_rope(q[..., 5:], cos, sin)), -1)
+        k, v = F.mla_expand(params, kv_latent, key_rope, cfg, heads=heads)
+        outs.append(F.dot_product_attention(q, k, v, causal=True, softmax_scale=cfg.scale))
+    torch.testing.assert_close(F.mla_output(params, torch.cat(outs, 2), x, cfg), wanted, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_cache_gives_what_the_whole_gives(window):
+    """Token by token, in chunks, in rows of other lengths; unwritten slots hold NaN; both ways to compute it."""
+    cfg = tiny(window=window)
+    params = F.MLA.init(cfg, 0, dtype=torch.float64)
+    x = torch.randn(2, 9, 20, dtype=torch.float64)
+    wanted, _ = F.mla(params, x, cfg, positions=torch.arange(9)[None])
+    lengths = torch.tensor([9, 6])
+    for chunks in ([1] * 9, [4, 5], [3, 1, 1, 4]):
+        for absorbed in (False, True, None):
+            (cache,) = F.empty_caches([cfg], 2, 12, dtype=torch.float64)
+            assert cache.latent.shape == (2, 12 if window is None else 4, 13 + 4)
+            cache = F.tree.map(lambda t: t.fill_(torch.nan), cache)
+            outs, at = [], 0
+            for size in chunks:
+                here = torch.arange(at, at + size)[None].expand(2, -1)
+                here = torch.where(here < lengths[:, None], here, -1)
+                out, cache = F.mla(params, x[:, at : at + size], cfg, positions=here, cache=cache, absorbed=absorbed)
+                outs.append(out)
+                at += size
+            found = torch.cat(outs, 1)
+            torch.testing.assert_close(found[0], wanted[0], rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(found[1, :6], wanted[1, :6], rtol=1e-9, atol=1e-10)
+
+
+def test_the_way_is_chosen_by_arithmetic():
+    """One query in the latent, a long chunk expanded; V3's turning point is between 128 and 256 queries."""
+    v3 = F.MLAConfig(
+        hidden_size=7168, num_attention_heads=128, kv_lora_rank=512, q_lora_rank=1536,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    assert [is_absorbed(v3, s, 4096) for s in (1, 8, 128, 256, 4096)] == [True, True, True, False, False]
+    assert not is_absorbed(v3, 64, 64)
+
+
+def test_callbacks_know_what_they_are_told():
+    cfg = tiny()
+    params = F.MLA.init(cfg, 0)
+    x, positions = torch.randn(2, 5, 20), torch.arange(5)[None]
+    seen = []
+
+    def rotary(x, cos, sin, **told):
+        seen.append((tuple(x.shape), sorted(told)))
+        return F.apply_rope(x, cos, sin, interleaved=told["interleaved"])
+
+    def core(q, k, v, *, causal, q_positions, k_positions, softmax_scale):
+        seen.append((tuple(q.shape), tuple(k.shape), tuple(v.shape)))
+        swap = [t.transpose(1, 2) for t in (q, k, v)]
+        return torch.nn.functional.scaled_dot_product_attention(
+            *swap, is_causal=True, scale=softmax_scale
+        ).mT.mT.transpose(1, 2)
+
+    found, _ = F.mla(params, x, cfg, positions=positions, rotary=rotary, core=core)
+    torch.testing.assert_close(found, F.mla(params, x, cfg, positions=positions)[0], rtol=1e-4, atol=1e-5)
+    assert seen == [
+        ((2, 5, 1, 4), ["interleaved"]),
+        ((2, 5, 3, 4), ["interleaved"]),
+        ((2, 5, 3, 9), (2, 5, 3, 9), (2, 5, 3, 7)),
+    ]
+
+
+def test_transforms_and_compile():
+    cfg = tiny(output_gate=True)
+    params = F.MLA.init(cfg, 0, dtype=torch.float64)
+    x, positions = torch.randn(4, 2, 5, 20, dtype=torch.float64), torch.arange(5)[None]
+    for absorbed in (False, True):
+
+        def loss(params, x, absorbed=absorbed):
+            return F.mla(params, x, cfg, positions=positions, absorbed=absorbed)[0].square().sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+        for i in range(4):
+            alone = torch.func.grad(loss)(params, x[i])
+            for a, b in zip(F.tree.leaves(each), F.tree.leaves(alone), strict=True):
+                torch.testing.assert_close(a[i], b, rtol=1e-9, atol=1e-10)
+        run = torch.compile(loss, fullgraph=True, backend="eager")
+        torch.testing.assert_close(run(params, x[0]), loss(params, x[0]))
+
+
+def refused(fn, *args, **given):
+    with pytest.raises((ValueError, TypeError)) as error:
+        fn(*args, **given)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_a_config_that_cannot_be_is_refused():
+    bad = [
+        {"qk_rope_head_dim": 3},
+        {"kv_lora_rank": 0},
+        {"num_attention_heads": True},
+        {"v_head_dim": 7.0},
+        {"q_lora_rank": -1},
+        {"softmax_scale": math.inf},
+        {"softmax_scale": 0.0},
+        {"rope": F.RopeConfig(partial_rotary_factor=0.5)},
+        {"latent_norm": F.NormConfig(norm_type="layer_norm")},
+    ]
+    assert_expected_inline(
+        "\n".join(refused(tiny, **each) for each in bad),
+        """\
+ShapeError: MLAConfig(qk_rope_head_dim=3): channels turn in pairs, so an even width is needed
+    fix: rope=None for a layer without positions
+ValueError: MLAConfig(kv_lora_rank=...): a positive integer is needed, not 0
+ValueError: MLAConfig(num_attention_heads=...): a positive integer is needed, not True
+ValueError: MLAConfig(v_head_dim=...): a positive integer is needed, not 7.0
+ValueError: MLAConfig(q_lora_rank=...): a positive integer is needed, not -1
+ValueError: MLAConfig(softmax_scale=inf): a finite number above 0 is needed
+ValueError: MLAConfig(softmax_scale=0.0): a finite number above 0 is needed
+ValueError: MLAConfig(rope=...): partial_rotary_factor=0.5, but all qk_rope_head_dim=4 channels turn
+    fix: a smaller qk_rope_head_dim
+ValueError: MLAConfig(latent_norm=...): an RMSNorm is needed, not "layer_norm\"""",
+    )
+
+
+def test_arguments_that_cannot_be_are_refused():
+    cfg = tiny()
+    params = F.MLA.init(cfg, 0)
+    x, positions = torch.randn(2, 5, 20), torch.arange(5)[None]
+    cos, sin = F.rope_tables(positions, cfg.rope, 4)
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    (kv,) = F.empty_caches(
+        [F.AttentionConfig(hidden_size=20, num_attention_heads=2, num_key_value_heads=1, head_dim=4)], 2, 8,
+        dtype=torch.float32,
+    )  # fmt: skip
+    (half,) = F.empty_caches([cfg], 2, 8, dtype=torch.bfloat16)
+    (mine,) = F.empty_caches([cfg], 2, 8, dtype=torch.float32)
+    bad = [
+        {"rope": (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))},
+        {"rope": (cos, sin[0])},
+        {"rope": (cos.clone().requires_grad_(), sin)},
+        {"mask": torch.zeros(5, 5)},
+        {"mask": torch.ones(2, 1, 5, 6, dtype=torch.bool)},
+        {"mask": torch.ones(5, 5, dtype=torch.bool, device="meta")},
+        {"mask": torch.ones(5, 5, dtype=torch.bool), "segment_ids": ids},
+        {"segment_ids": ids[:, :3]},
+        {"cache": kv},
+        {"cache": half},
+        {"cache": mine, "segment_ids": ids},
+        {"sinks": 1, "casual": True, "windows": 3},
+        {"positions": torch.arange(4)[None]},
+    ]
+    lines = [refused(F.mla, params, x, cfg, **{"positions": positions, **each}) for each in bad]
+    latent, key = torch.randn(2, 5, 13), torch.randn(2, 5, 4)
+    lines += [
+        refused(F.mla_expand, params, latent, key.double(), cfg),
+        refused(F.mla_expand, params, latent, key.to("meta"), cfg),
+        refused(F.mla_expand, params, latent, key, cfg, heads=(1, 4)),
+        refused(F.mla_queries, params, torch.randn(2, 5, 8), cfg, heads=range(2, 2)),
+        refused(F.mla, dataclasses.replace(params, gate=torch.randn(21, 20)), x, cfg, positions=positions),
+        refused(F.mla, params, x, dataclasses.replace(cfg, rope=None), positions=positions, rope=(cos, sin)),
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+ShapeError: mla(rope=...): cos must be B|1 S R/2 = 2|1 5 2, not 1 5 4
+    fix: cos[..., :2], each pair of channels once
+ShapeError: mla(rope=...): sin must be B|1 S R/2 = 2|1 5 2, not 5 2
+    fix: rope_tables(positions, cfg.rope, R)
+ValueError: mla(rope=...): cos requires a gradient, and tables are not trained
+    fix: cos.detach()
+TypeError: mla(mask=...): a boolean mask is needed, true where a query may see a key, not torch.float32
+    fix: pass mask == 0 if it is additive
+ShapeError: mla(mask=...): S is 5 in x but 6 in mask
+    x   : B S D = 2 5 20
+    mask: B H S S = 2 1 5 6
+                          ^
+    so far: H=3 B=2 S=5 D=20
+ValueError: mla(mask=...): it is on meta, x on cpu
+    fix: mask.to(x.device)
+ValueError: mla: a mask together with segment_ids, which both say what a token sees
+    fix: mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
+ShapeError: mla(segment_ids=...): S is 5 in x but 3 in segment_ids
+    x          : B S D = 2 5 20
+    segment_ids: B S = 2 3
+                         ^
+    so far: D=20 Q=8 N=5 R=4 E=9 V=7 L=13 NV=12 LR=17 B=2 S=5 H=3
+TypeError: mla(cache=...): a LatentCache is needed, not KVCache, which is of another kind of layer
+    fix: empty_caches(configs, ...) makes one a layer
+TypeError: mla(cache=...): its dtype is torch.bfloat16, that of x torch.float32
+ValueError: mla: segment_ids with a cache
+    fix: give each document a row of the cache
+TypeError: mla: unknown arguments
+    sinks
+    casual
+    windows
+    known: params, x, cfg, positions, rope, mask, segment_ids, cache, read, absorbed, wire, core, absorbed_core, rotary
+ShapeError: mla(positions=...): S is 5 in x but 4 in positions
+    x        : B S D = 2 5 20
+    positions: B S = 1 4
+                       ^
+    so far: D=20 Q=8 N=5 R=4 E=9 V=7 L=13 NV=12 LR=17 B=2 S=5
+TypeError: mla_expand(key_rope=...): its dtype is torch.float64, that of kv_latent torch.float32
+ValueError: mla_expand(key_rope=...): it is on meta, kv_latent on cpu
+ValueError: mla_expand(heads=(1, 4)): outside the projection, which has 3 heads
+    fix: 0 <= first < end <= 3
+ValueError: mla_queries(heads=(2, 2)): outside the projection, which has 3 heads
+    fix: 0 <= first < end <= 3
+TreeError: mla: the config says output_gate=False, but MLA has .gate
+    fix: MLA.init(cfg, seed) makes what the config asks for
+ValueError: mla(rope=...): the config has rope=None, a layer without positions
+    fix: leave rope out""",
+    )
