@@ -20,8 +20,8 @@ from .shapes import ShapeError, check_shapes
 from .wire import edges
 
 __all__ = [
-    "check_rules", "core_attention", "decode_attention", "dot_product_attention", "masked_softmax", "present",
-    "visible", "wide",
+    "as_dtype", "check_rules", "core_attention", "decode_attention", "dot_product_attention", "masked_softmax",
+    "present", "visible", "wide",
 ]  # fmt: skip
 
 
@@ -234,7 +234,12 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, kv_index: Tensor | None) -> tuple[T
 
 def wide(x: Tensor) -> Tensor:
     """x in fp32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return as_dtype(x, torch.promote_types(x.dtype, torch.float32))
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x itself where it has the dtype, which `Tensor.to` would leave a node of in a graph."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def present(x: Tensor, positions: Tensor | None) -> Tensor:

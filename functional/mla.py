@@ -18,7 +18,7 @@ rotary key width, E = N + R, V value width; NV = N + V and LR = L + R, one besid
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,18 @@ from .rope import apply_rope, rope_tables
 from .tree import check_presence
 from .wire import Heads, Wire, edges, identity
 
-__all__ = ["MLA", "MLAConfig", "is_absorbed", "mla", "mla_expand", "mla_latents", "mla_output", "mla_queries", "turn"]
+__all__ = [
+    "MLA",
+    "MLAConfig",
+    "is_absorbed",
+    "mla",
+    "mla_costs",
+    "mla_expand",
+    "mla_latents",
+    "mla_output",
+    "mla_queries",
+    "turn",
+]
 
 
 def turn(
@@ -109,14 +120,16 @@ def mla(
     q_latent, kv_latent, key_rope = latents
     cos, sin = _tables(positions, rope, cfg, x.dtype)
     if cos is not None:
-        key_rope = rotary(key_rope[:, :, None], cos, sin, interleaved=cfg.interleaved)[:, :, 0]
+        key_rope = rotary(key_rope[:, :, None], cos, sin, interleaved=cfg.interleaved)
+        key_rope = key_rope[:, :, 0]
     positions = positions.expand(x.shape[:2])
 
     # Latents first, so that they fly while queries are projected.
     sent = wire.send(kv_latent=kv_latent, key_rope=key_rope, k_positions=positions, k_segment_ids=segment_ids)
     local = params.q_b if params.q is None else params.q
     assert local is not None  # check_presence has seen that one of them is there
-    q_BSHE = linear(q_latent, local).unflatten(-1, (-1, cfg.qk_head_dim))
+    q_BSHE = linear(q_latent, local)
+    q_BSHE = q_BSHE.unflatten(-1, (-1, cfg.qk_head_dim))
     if cos is not None:
         q_BSHE = _turned(q_BSHE, cos, sin, cfg, rotary, wire.heads(sent=True))
     kv_b, kv_latent, key_rope, k_positions, k_ids = wire.receive(sent, kv_b=params.kv_b)
@@ -131,8 +144,9 @@ def mla(
     if absorbed:
         q_BSHE, q_positions, q_ids, mask = wire.receive(q=q_BSHE, **rules)
     else:
-        kv_BTHM = linear(kv_latent, kv_b).unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
-        q_BSHE, q_positions, q_ids, mask, kv_BTHM = wire.receive(q=q_BSHE, **rules, kv=kv_BTHM)
+        kv_BTHNV = linear(kv_latent, kv_b)
+        kv_BTHNV = kv_BTHNV.unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
+        q_BSHE, q_positions, q_ids, mask, kv_BTHNV = wire.receive(q=q_BSHE, **rules, kv=kv_BTHNV)
     heads = wire.heads()
     told: dict[str, Any] = {
         "window": cfg.window,
@@ -148,7 +162,7 @@ def mla(
         latent = latent if cache is not None else torch.cat((kv_latent, key_rope), -1)
         o_BSHV = absorbed_core(q_BSHE, latent, kv_b, nope_dim=cfg.qk_nope_head_dim, **told)
     else:
-        o_BSHV = core(q_BSHE, *_keys_and_values(kv_BTHM, key_rope, cfg), **told)
+        o_BSHV = core(q_BSHE, *_keys_and_values(kv_BTHNV, key_rope, cfg), **told)
     o_BSHV = wire.pass_(o=o_BSHV)
     return _out(params, o_BSHV, gate, cfg, wire), cache
 
@@ -194,13 +208,34 @@ def mla_output(params: MLA, o: Tensor, x: Tensor, cfg: MLAConfig, *, wire: Wire 
     return _out(params, o, gate, cfg, wire)
 
 
-def is_absorbed(cfg: MLAConfig, queries: int, keys: int) -> bool:
-    """Whether S queries against T cached keys take fewer multiplications absorbed than expanded, a head:
+class Cost(NamedTuple):
+    """Of attention in one row of a batch. multiplications: those of its products. elements: numbers of the cache, and
+    of keys and values, that are read or written."""
 
-    S L (N + V) + S T (2 L + R)  against  T L (N + V) + S T (N + R + V).   Absorbed also reads less, always.
+    multiplications: int
+    elements: int
+
+
+def mla_costs(cfg: MLAConfig, queries: int, keys: int) -> dict[str, Cost]:
+    """What S queries against T keys cost "absorbed" and "expanded", up- and down-projection of heads included.
+
+    absorbed H (S L (N + V) + S T (2 L + R)), which reads T (L + R) numbers; expanded H (T L (N + V) + S T (N + R + V)),
+    which reads the same, writes T H (N + R + V) numbers of keys and values and reads them again.
     """
     N, R, V, L = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank
-    return queries * L * (N + V) + queries * keys * (2 * L + R) <= keys * L * (N + V) + queries * keys * (N + R + V)
+    heads, cached = cfg.num_attention_heads, keys * (L + R)
+    absorbed = heads * (queries * L * (N + V) + queries * keys * (2 * L + R))
+    expanded = heads * (keys * L * (N + V) + queries * keys * (N + R + V))
+    return {
+        "absorbed": Cost(absorbed, cached),
+        "expanded": Cost(expanded, cached + 2 * keys * heads * (N + R + V)),
+    }
+
+
+def is_absorbed(cfg: MLAConfig, queries: int, keys: int) -> bool:
+    """Whether S queries against T cached keys take fewer multiplications absorbed; it also reads less, always."""
+    costs = mla_costs(cfg, queries, keys)
+    return costs["absorbed"].multiplications <= costs["expanded"].multiplications
 
 
 def _down(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
@@ -212,12 +247,15 @@ def _down(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[tuple[Tensor, Tensor,
     parts = [(params.kv_a, params.kv_a_bias), (params.q_a, params.q_a_bias), (params.gate, None)]
     here = [(weight, bias) for weight, bias in parts if weight is not None]
     found = norm_linear(x, norm_weight, [w for w, _ in here], [b for _, b in here], **options)
-    kv_latent, key_rope = found[0].split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
+    kv_down = found[0]
+    kv_latent, key_rope = kv_down.split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
     kv_latent = normalize(kv_latent, params.kv_norm, **cfg.latent_norm.options)
     q_latent = x
     if params.q_norm is not None:
-        q_latent = normalize(found[1], params.q_norm, **cfg.latent_norm.options)
-    return (q_latent, kv_latent, key_rope), None if params.gate is None else found[-1]
+        q_down = found[1]
+        q_latent = normalize(q_down, params.q_norm, **cfg.latent_norm.options)
+    gate = None if params.gate is None else found[-1]
+    return (q_latent, kv_latent, key_rope), gate
 
 
 def _tables(
@@ -233,7 +271,8 @@ def _turned(q: Tensor, cos: Tensor, sin: Tensor, cfg: MLAConfig, rotary: Callabl
     q_nope, q_rope = q.split((cfg.qk_nope_head_dim, cfg.qk_rope_head_dim), -1)
     told = {"head_offset": heads.offset, "local_heads": heads.local}
     told = {name: value for name, value in told.items() if value is not None}
-    return torch.cat((q_nope, rotary(q_rope, cos, sin, interleaved=cfg.interleaved, **told)), -1)
+    q_rope = rotary(q_rope, cos, sin, interleaved=cfg.interleaved, **told)
+    return torch.cat((q_nope, q_rope), -1)
 
 
 def _keys_and_values(kv: Tensor, key_rope: Tensor, cfg: MLAConfig) -> tuple[Tensor, Tensor]:

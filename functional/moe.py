@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as tnf
 from torch import Tensor
 
 from .arguments import refuse_unknown
-from .core import wide
+from .core import as_dtype, wide
 from .experts import expert_mlp
 from .mlp import MLP, MLPConfig, check_activation, mlp
 from .norm import Norm, NormConfig, apply_norm, linear
@@ -194,10 +193,11 @@ def moe(
 
 def route(params: MoE, x: Tensor, cfg: MoEConfig) -> Routing:
     """x `B S D`, normalised -> which experts compute each token, and how much each counts."""
-    bias = None if params.router_bias is None else wide(params.router_bias)
-    logits = tnf.linear(wide(x), wide(params.router).to(wide(x).dtype), bias)
+    dtype = torch.promote_types(torch.promote_types(x.dtype, params.router.dtype), torch.float32)
+    bias = None if params.router_bias is None else as_dtype(params.router_bias, dtype)
+    logits = linear(as_dtype(x, dtype), as_dtype(params.router, dtype), bias)
     scores = logits.softmax(-1) if cfg.scoring_func == "softmax" else logits.sigmoid()
-    choice = scores if params.correction_bias is None else scores + params.correction_bias.to(scores.dtype)
+    choice = scores if params.correction_bias is None else scores + as_dtype(params.correction_bias, dtype)
     index = _highest(_of_groups(choice.detach(), cfg), cfg.num_experts_per_tok)
     weights = scores.gather(-1, index)
     if cfg.norm_topk_prob:

@@ -11,6 +11,9 @@ of a plain sum; and with no call in the way, all loops of a layer become one fun
 
 `flash` is torch's attention, for prefill: it keeps a block of scores in the processor's cache.
 
+`latent` is latent attention absorbed: see `programs/cpu_latent.py`. `chosen` reads the experts that a few tokens chose,
+in loops as those of `gemv`.
+
 Letters: N tokens of x, D width, B batch, S query tokens, T key tokens, H query heads, K key/value heads, G query heads
 per key/value head, E key width, V value width.
 """
@@ -26,7 +29,10 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional.core import grouped, masked_softmax, present, visible, wide
+from ..functional.experts import gated
+from ..functional.latent import split_heads
 from ..functional.primitive import PRIMITIVES
+from .cpu_latent import latent_attention
 from .kernel import Call, Kernel
 from .onednn import available, onednn_linear
 
@@ -168,12 +174,74 @@ def core_attention(
     see = visible(q_positions=q_positions, k_positions=k_positions, **rules)
     q, k, v = present(q, q_positions), present(k, k_positions), present(v, k_positions)
     k, v, _ = grouped(q, k, v, kv_index)
-    q_BHSE, k_BKTE, v_BKTV = (wide(x).transpose(1, 2) for x in (q, k, v))
-    o_BHSV = tnf.scaled_dot_product_attention(
-        q_BHSE, k_BKTE, v_BKTV, attn_mask=see, scale=softmax_scale, enable_gqa=True
-    )
-    o_BSHV = o_BHSV.transpose(1, 2).to(v.dtype)
+    # torch keeps scores out of memory only where keys and values are equally wide; zeros change no score and no value.
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    width = max(k.shape[-1], v.shape[-1])
+    q_BHSE, k_BKTE, v_BKTE = (tnf.pad(wide(x), (0, width - x.shape[-1])).transpose(1, 2) for x in (q, k, v))
+    o_BHSE = tnf.scaled_dot_product_attention(q_BHSE, k_BKTE, v_BKTE, attn_mask=see, scale=scale, enable_gqa=True)
+    o_BSHV = o_BHSE.transpose(1, 2)[..., : v.shape[-1]].to(v.dtype)
     return o_BSHV if see is None else o_BSHV.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
+
+
+@_op
+def absorbed_core(
+    q: Tensor,
+    latent: Tensor,
+    kv_b: Tensor,
+    *,
+    nope_dim: int,
+    softmax_scale: float,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    **rules: Any,
+) -> Tensor:
+    """As `functional.latent.absorbed_core`; of a few tokens the products with `kv_b` are sums too."""
+    see = visible(q_positions=q_positions, k_positions=k_positions, **rules)
+    wk_HNL, wv_HVL = split_heads(kv_b, q.shape[2], nope_dim)
+    q_BSHE = wide(present(q, q_positions))
+    few = q.shape[0] * q.shape[1] <= MOST_TOKENS
+    if few:
+        q_BSHL = (_once(q_BSHE)[..., :nope_dim, None] * wide(wk_HNL)).sum(-2)
+    else:
+        q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHE[..., :nope_dim], wide(wk_HNL))
+    q_BSHE = torch.cat((q_BSHL, q_BSHE[..., nope_dim:]), -1)
+    absent = None if k_positions is None else (k_positions < 0).expand(latent.shape[:2])
+    o_BSHL = latent_attention(q_BSHE, latent, see, absent, kv_b.shape[1], softmax_scale)
+    if few:
+        o = (o_BSHL[..., None, :] * wide(wv_HVL)).sum(-1).to(latent.dtype)
+    else:
+        o = torch.einsum("bshl,hvl->bshv", o_BSHL, wide(wv_HVL)).to(latent.dtype)
+    return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
+
+
+@_op
+def expert_mlp(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.702,
+) -> Tensor:
+    """As `functional.expert_mlp`: a sum of products for each token and each expert that it chose."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    out = []
+    for x_D, e_J, w_J in zip(
+        _once(wide(x.reshape(-1, x.shape[-1]))), index.flatten(0, -2), weights.flatten(0, -2), strict=True
+    ):
+        g_JF, u_JF = ((x_D * w[e_J].to(dtype)).sum(-1) for w in (gate, up))
+        if gate_bias is not None and up_bias is not None:
+            g_JF, u_JF = g_JF + gate_bias[e_J], u_JF + up_bias[e_J]
+        h_JF = _once(gated(g_JF, u_JF, activation, swiglu_limit, swiglu_alpha))
+        y_JD = (h_JF[:, None] * down[e_J].to(dtype)).sum(-1)
+        out.append((y_JD * w_J[:, None]).sum(0))
+    return torch.stack(out).to(x.dtype).view(x.shape)
 
 
 def _once(x: Tensor) -> Tensor:
@@ -210,10 +278,14 @@ def _one_pass(call: Call) -> str | None:
 
 def _flash(call: Call) -> str | None:
     given = [name for name in ("softcap", "sinks") if call.arguments[name] is not None]
-    if given:
-        return f"{given[0]} is not supported"
-    # torch would compute it by another of its kernels, which writes all scores to memory.
-    return None if call.arguments["q"].shape[-1] == call.arguments["v"].shape[-1] else "keys and values differ in width"
+    return f"{given[0]} is not supported" if given else None
+
+
+def _chosen(call: Call) -> str | None:
+    if (tokens := call.arguments["x"].shape[:-1].numel()) > MOST_TOKENS:
+        return f"{tokens} tokens, at most {MOST_TOKENS}"
+    experts, choices = call.arguments["gate"].shape[0], call.arguments["index"].numel()
+    return f"{choices} choices among {experts} experts" if choices > experts else None
 
 
 _ops = getattr(torch.ops, _NAMESPACE)
@@ -226,4 +298,6 @@ CPU_KERNELS = (
     Kernel("onednn", "plain_mlp", _ops.onednn_plain_mlp.default, _onednn),
     Kernel("one_pass", "decode_attention", _ops.decode_attention.default, _one_pass),
     Kernel("flash", "core_attention", _ops.core_attention.default, _flash),
+    Kernel("latent", "absorbed_core", _ops.absorbed_core.default),
+    Kernel("chosen", "expert_mlp", _ops.expert_mlp.default, _chosen),
 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from types import MappingProxyType
+from typing import Any
 
 from torch import fx
 
@@ -18,7 +20,7 @@ from .dynamo import op_name, region_of, value_of
 from .kernel import Call, Kernel
 from .sizes import Target
 
-__all__ = ["KERNELS", "choose", "lower", "primitive_name", "walk", "with_table"]
+__all__ = ["KERNELS", "choose", "lower", "primitive_name", "share_read", "walk", "with_table"]
 
 
 # device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.
@@ -40,11 +42,24 @@ def primitive_name(node: fx.Node) -> str | None:
 
 
 def keys_and_values(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a primitive of attention is given as `k` and `v`; none for another primitive."""
+    """The nodes that a primitive of attention is given as keys and values; none for another primitive."""
+    bound = _bound(node)
+    return [bound[key] for key in ("k", "v", "latent") if isinstance(bound.get(key), fx.Node)]
+
+
+def share_read(node: fx.Node) -> Fraction:
+    """How much of its parameters a primitive reads at most: of the experts those that tokens choose, else all."""
+    bound = _bound(node)
+    if primitive_name(node) != "expert_mlp":
+        return Fraction(1)
+    return min(Fraction(1), Fraction(value_of(bound["index"]).numel(), value_of(bound["gate"]).shape[0]))
+
+
+def _bound(node: fx.Node) -> Mapping[str, Any]:
+    """The arguments of a primitive's node, by name."""
     name = primitive_name(node)
     assert name is not None
-    bound = inspect.signature(PRIMITIVES[name]).bind(*node.args, **node.kwargs).arguments
-    return [bound[key] for key in ("k", "v") if isinstance(bound.get(key), fx.Node)]
+    return inspect.signature(PRIMITIVES[name]).bind(*node.args, **node.kwargs).arguments
 
 
 def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[Kernel | None, str]:

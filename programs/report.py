@@ -16,13 +16,16 @@ from torch import fx
 
 from .. import functional as F
 from ..functional import tree
+from ..functional.cache import Cache
+from ..functional.mla import is_absorbed
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .kernel import Kernel
-from .lower import choose, keys_and_values, lower, primitive_name
+from .lower import choose, keys_and_values, lower, primitive_name, share_read
 from .model import Model
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
+from .weights import computed_dtype
 
 __all__ = ["Plan", "PlanRow", "make_plan"]
 
@@ -52,10 +55,12 @@ class PlanBlock:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """left: a line for each primitive that has no kernel. graph: with the kernels in place."""
+    """notes: which way layers of latent attention are computed. left: a line for each primitive that has no kernel.
+    graph: with the kernels in place."""
 
     name: str
     header: str
+    notes: tuple[str, ...]
     blocks: tuple[PlanBlock, ...]
     left: list[str]
     graph: Graph
@@ -110,7 +115,7 @@ class Plan:
             "  choice   the most likely token, at the end of a step; with sampling options after it, eagerly",
         ]
         for phase in self.phases.values():
-            lines += ["", f"{phase.name}   {phase.header}"]
+            lines += ["", f"{phase.name}   {phase.header}", *(f"  {note}" for note in phase.notes)]
             table = [row for block in phase.blocks for row in block.rows]
             widths = [max(len(getattr(r, a)) for r in table) for a in ("names", "op", "shape")]
             for block in phase.blocks:
@@ -118,7 +123,7 @@ class Plan:
                 for r in block.rows:
                     cells = [r.names.ljust(widths[0]), r.op.ljust(widths[1]), r.shape.ljust(widths[2])]
                     read = f"reads    {size_text(r.reads):>10}" if r.reads else " " * 19
-                    read = f"reads <= {size_text(r.context):>10}" if r.context else read
+                    read = f"reads <= {size_text(r.reads + r.context):>10}" if r.context else read
                     kernel = r.kernel if self.compiled else "eager"
                     lines.append(f"    {'  '.join(cells)}  {read}  {kernel}".rstrip())
         return "\n".join(
@@ -138,9 +143,13 @@ class Plan:
 def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kernel], compiled: bool) -> Plan:
     """Trace prefill and decode of the model on the meta device and read the plan from the graphs."""
     # Strides too are the model's own: a kernel may decline a weight for how it lies.
-    params = tree.map(
-        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=target.dtype, device="meta"), model.params
-    )
+    leaves, wide = tree.paths(model.params), tree.wide_paths(model.params)
+    dtypes = {path: computed_dtype(leaf.dtype, target.dtype, path in wide) for path, leaf in leaves.items()}
+    abstract = {
+        path: torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtypes[path], device="meta")
+        for path, leaf in leaves.items()
+    }
+    params = tree.replace(model.params, abstract)
     steps = make_steps(model.config)
     caches = sizes.caches(model.config, target.dtype, "meta")
     paths = LeafPaths.of(params, caches)
@@ -152,9 +161,10 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         header = f"B={sizes.batch} S={length} T<={sizes.slots - 1}"
         blocks = tuple(_Reader(graph, target, tuple(kernels)).blocks())
         left = lower(graph.module, target, tuple(kernels))
-        phases[name] = PhasePlan(name, header, blocks, left, graph)
+        notes = _ways(model.config, sizes, length, target.dtype)
+        phases[name] = PhasePlan(name, header, notes, blocks, left, graph)
     kept = (target.device, "meta")
-    moved = [p for p in tree.leaves(model.params) if p.dtype != target.dtype or p.device.type not in kept]
+    moved = [path for path, p in leaves.items() if p.dtype != dtypes[path] or p.device.type not in kept]
     return Plan(
         model=model.name,
         target=target,
@@ -162,7 +172,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         compiled=compiled,
         num_parameters=model.num_parameters,
         weights=sum(_bytes(leaf) for leaf in tree.leaves(params)),
-        converted=sum(p.numel() for p in moved) * target.dtype.itemsize,
+        converted=sum(_bytes(abstract[path]) for path in moved),
         cache=sum(_bytes(leaf) for cache in caches for leaf in tree.leaves(cache)),
         cache_text=_cache_text(caches),
         dropout=_dropout_text(model.config),
@@ -170,13 +180,30 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
     )
 
 
-def _cache_text(caches: Sequence[F.KVCache]) -> str:
+def _cache_text(caches: Sequence[Cache]) -> str:
     """Equal caches folded: `30 x k 1 1025 3 64, v 1 1025 3 64`."""
     kinds: dict[str, int] = {}
     for cache in caches:
         text = ", ".join(f"{path[1:]} {shape_text(leaf)}" for path, leaf in tree.paths(cache).items())
         kinds[text] = kinds.get(text, 0) + 1
     return "; ".join(f"{count} x ({text})" for text, count in kinds.items()) or "no layers"
+
+
+def _ways(cfg: F.DecoderConfig, sizes: Sizes, queries: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """A line for each kind of latent attention: which way it is computed in a phase, and what both ways cost."""
+    lines = []
+    for kind in dict.fromkeys(each.attention for each in cfg.layers if isinstance(each.attention, F.MLAConfig)):
+        slots = sizes.slots_of(kind.window)
+        costs = F.mla_costs(kind, queries, slots - 1)
+        taken = "absorbed" if is_absorbed(kind, queries, slots) else "expanded"
+        other = "expanded" if taken == "absorbed" else "absorbed"
+        texts = {
+            way: f"{cost.multiplications * sizes.batch / 1e6:,.1f} M products, "
+            f"{size_text(cost.elements * sizes.batch * dtype.itemsize)}"
+            for way, cost in costs.items()
+        }
+        lines.append(f"latent attention {taken}: at most {texts[taken]} a layer ({other}: {texts[other]})")
+    return tuple(lines)
 
 
 def _dropout_text(cfg: F.DecoderConfig) -> str:
@@ -232,7 +259,7 @@ class _Reader:
         if name is not None:
             kernel, text = choose(node, self.target, self.kernels)
             weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
-            read = sum(_bytes(dynamo.value_of(n)) for n in weights)
+            read = int(sum(_bytes(dynamo.value_of(n)) for n in weights) * share_read(node))
             context = sum(_bytes(dynamo.value_of(n)) for n in keys_and_values(node))
             return PlanRow(names, name, shape_text(value), read, context, text, kernel is not None)
         if node.target is torch.nn.functional.embedding:

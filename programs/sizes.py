@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from ..functional.cache import Cache
 from ..functional.shapes import check_positive
 from . import dynamo
 from .steps import State, windows
@@ -67,7 +68,7 @@ class Sizes:
             found.append(slots if most <= READ_STEP else dynamo.dynamic_size(slots, 0, max=most))
         return tuple(found)
 
-    def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[F.KVCache, ...]:
+    def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Cache, ...]:
         """A cache a layer, uninitialised."""
         kinds = [each.attention for each in cfg.layers]
         slots = [self.slots_of(each.window) for each in kinds]

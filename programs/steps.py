@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional import tree
+from ..functional.cache import Cache, cache_class
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
@@ -33,7 +34,7 @@ def windows(cfg: F.DecoderConfig) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys(each.attention.window for each in cfg.layers))
 
 
-def packed(params: F.Decoder, caches: Sequence[F.KVCache]) -> tuple[F.Decoder, tuple[Leaves, ...]]:
+def packed(params: F.Decoder, caches: Sequence[Cache]) -> tuple[F.Decoder, tuple[Leaves, ...]]:
     """Parameters and caches as the steps take them: in place of each layer, and of each cache, the tuple of its leaves.
 
     Dynamo traces a region once only where it is given tensors, and taking a tree apart is slow to trace; so it is
@@ -67,7 +68,7 @@ class State(Tree):
         )
 
 
-def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, F.KVCache | None]]:
+def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Cache | None]]:
     """`F.layer`, compiled once for each kind of layer, which writes the new cache into the buffers of the old.
 
     The copy back belongs in the region: returned from it instead, whole caches would be cloned, a layer and a step.
@@ -76,7 +77,7 @@ def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callabl
     for i, kind in enumerate(dict.fromkeys(cfg.layers)):
         regions.append((kind, region(_layer_of_tensors(kind, core), f"layer_{i}", _strides_key)))
 
-    def layer(params: Leaves, x: Tensor, cfg: F.LayerConfig, **given: Any) -> tuple[Tensor, F.KVCache | None]:
+    def layer(params: Leaves, x: Tensor, cfg: F.LayerConfig, **given: Any) -> tuple[Tensor, Cache | None]:
         (run,) = [run for kind, run in regions if kind is cfg]
         cache = given["cache"]
         return run(*params, x, *cache, given["positions"], *(given["rope"] or ()), given["read"]), cache
@@ -88,7 +89,8 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
     """A layer of a kind, as a function of the leaves of its arguments."""
     leaf = torch.empty(0)
     rope = () if kind.attention.rope is None else (leaf, leaf)
-    like = (F.Layer.abstract(kind), leaf, F.KVCache.abstract(kind.attention, B=1, T=1), leaf, rope, leaf)
+    cache = cache_class(kind.attention).abstract(kind.attention, B=1, T=1)
+    like = (F.Layer.abstract(kind), leaf, cache, leaf, rope, leaf)
     definition = tree.structure(like)
 
     def run(*tensors: Tensor) -> Tensor:

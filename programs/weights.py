@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import functional as F
 from ..functional import tree
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "computed_dtype"]
 
 
 class Weights:
@@ -20,6 +20,7 @@ class Weights:
 
     def __init__(self, params: F.Decoder, cfg: F.DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.params, self._cfg, self._device, self._dtype = params, cfg, device, dtype
+        self._wide = tree.wide_paths(params)
         self._strides = {path: leaf.stride() for path, leaf in tree.paths(params).items()}
         self._converted: dict[str, Tensor] = {}
 
@@ -32,8 +33,9 @@ class Weights:
     def allocate(self) -> None:
         """Room for the converted copies."""
         for path, leaf in tree.paths(self.params).items():
-            if not self._here(leaf):
-                empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=self._dtype, device=self._device)
+            if not self._here(path, leaf):
+                dtype = computed_dtype(leaf.dtype, self._dtype, path in self._wide)
+                empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=self._device)
                 self._converted[path] = empty
 
     def live(self) -> F.Decoder:
@@ -43,7 +45,7 @@ class Weights:
         new, seen = [], set[int]()
         for path, leaf in tree.paths(self.params).items():
             leaf = leaf.detach()
-            if not self._here(leaf):
+            if not self._here(path, leaf):
                 leaf = self._converted[path].copy_(leaf)
             storage = leaf.untyped_storage().data_ptr()
             # A region refuses arguments that share a storage, as fused projections do. They are only read, so a second
@@ -54,14 +56,15 @@ class Weights:
         params: F.Decoder = tree.unflatten(tree.structure(self.params), new)
         return params
 
-    def _here(self, leaf: Tensor) -> bool:
-        return leaf.dtype == self._dtype and leaf.device == self._device
+    def _here(self, path: str, leaf: Tensor) -> bool:
+        dtype = computed_dtype(leaf.dtype, self._dtype, path in self._wide)
+        return leaf.dtype == dtype and leaf.device == self._device
 
     def _check(self, params: F.Decoder) -> None:
         """Leaves must be what the program computes with, or what it has a converted copy for."""
         faults = []
         for path, leaf in tree.paths(params).items():
-            here = self._here(leaf)
+            here = self._here(path, leaf)
             base = leaf._base
             if base is not None and base.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
                 faults.append(f"{path}: cut from a tensor that has been given other memory since; load it again")
@@ -70,6 +73,11 @@ class Weights:
                 faults.append(f"{path}: {wanted}, but the tensor is {_layout(leaf.dtype, leaf.device, leaf.stride())}")
         if faults:
             raise ValueError("program.params: other parameters than it was built for\n    " + "\n    ".join(faults))
+
+
+def computed_dtype(stored: torch.dtype, dtype: torch.dtype, wide: bool) -> torch.dtype:
+    """What a program of a dtype computes a leaf in. wide: see `functional.tree.dim`."""
+    return torch.promote_types(stored, dtype) if wide else dtype
 
 
 def _layout(dtype: torch.dtype, device: torch.device, strides: tuple[int, ...]) -> str:
