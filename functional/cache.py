@@ -85,7 +85,8 @@ def _update(
         raise ShapeError(f"cache: {slots} slots are too few for {positions.shape[1]} new tokens")
     if read is None:
         read = torch.arange(slots, device=positions.device)
-    parts = _put(cache, new, _slots_of(positions, slots), positions)
+    write = _slots_of(positions, slots)
+    parts = _put(cache, new, write, positions)
     k_positions = torch.where(read <= _last(positions), read, -1)
     return parts, _first(parts, read.shape[0]), k_positions
 
@@ -100,7 +101,9 @@ def _put(cache: Parts, new: Parts, slots: Tensor, positions: Tensor) -> Parts:
     found = []
     for old, x in zip(cache, new, strict=True):
         padding = (positions < 0)[(..., *[None] * (x.dim() - 2))]
-        found.append(old.index_put((rows, slots), torch.where(padding, old[rows, slots], x.to(old.dtype))))
+        token = torch.where(padding, old[rows, slots], x.to(old.dtype))
+        written = old.index_put((rows, slots), token)
+        found.append(written)
     return tuple(found)
 
 

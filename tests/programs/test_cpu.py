@@ -193,16 +193,22 @@ sample_advance   compiler (no cpu kernel)""",
 
 
 def test_attentions_that_are_left_to_the_compiler():
-    """Nine query heads a key, and values of another width than keys."""
+    """Nine query heads a key."""
     assert "decode_attention compiler (one_pass: 9 queries a key, at most 8)" in kernels(
         programs.plan(ours(llama(heads=9, kv_heads=1)), chunk=16), "decode"
     )
-    cfg = F.AttentionConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=2, head_dim=4, v_head_dim=6)
-    mlp = F.MLPConfig(hidden_size=8, intermediate_size=8)
-    config = F.DecoderConfig(vocab_size=11, hidden_size=8, layers=(F.LayerConfig(attention=cfg, mlp=mlp),))
-    model = programs.Model(name="wide values", config=config, params=F.Decoder.init(config, 0))
-    text = kernels(programs.plan(model, chunk=16), "prefill")
-    assert "core_attention   compiler (flash: keys and values differ in width)" in text
+
+
+@pytest.mark.parametrize("widths", [(6, 4), (4, 6)])
+def test_flash_takes_values_of_another_width_than_keys(widths):
+    """By zeros, which change nothing, the scale least of all."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 5, 6, widths[0]), torch.randn(2, 7, 3, widths[0])
+    v, positions = torch.randn(2, 7, 3, widths[1]), torch.arange(2, 7)[None]
+    given = {"causal": True, "q_positions": positions, "k_positions": torch.arange(7)[None]}
+    for scale in (None, 0.7):
+        found = CPU.core_attention.default(q, k, v, softmax_scale=scale, **given)
+        torch.testing.assert_close(found, F.dot_product_attention(q, k, v, softmax_scale=scale, **given))
 
 
 def test_three_products_are_one_function_without_a_call():
