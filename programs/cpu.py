@@ -20,6 +20,7 @@ per key/value head, E key width, V value width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -33,6 +34,7 @@ from ..functional.experts import gated
 from ..functional.latent import split_heads
 from ..functional.primitive import PRIMITIVES
 from .cpu_latent import latent_attention
+from .dynamo import largest
 from .kernel import Call, Kernel
 from .onednn import available, onednn_linear
 
@@ -256,8 +258,13 @@ def _weights(call: Call) -> list[Tensor]:
     return call.arguments.get("weights") or [call.arguments[n] for n in ("gate", "up") if n in call.arguments]
 
 
+def _tokens(x: Tensor) -> int:
+    """How many there are, where that changes from call to call at most: to compare the size itself would fix it."""
+    return math.prod(map(largest, x.shape[:-1]))
+
+
 def _gemv(call: Call) -> str | None:
-    if (tokens := call.arguments["x"].shape[:-1].numel()) > MOST_TOKENS:
+    if (tokens := _tokens(call.arguments["x"])) > MOST_TOKENS:
         return f"{tokens} tokens, at most {MOST_TOKENS}"
     return None if all(w.stride(-1) == 1 for w in _weights(call)) else "a weight that lies by columns"
 
@@ -282,7 +289,7 @@ def _flash(call: Call) -> str | None:
 
 
 def _chosen(call: Call) -> str | None:
-    if (tokens := call.arguments["x"].shape[:-1].numel()) > MOST_TOKENS:
+    if (tokens := _tokens(call.arguments["x"])) > MOST_TOKENS:
         return f"{tokens} tokens, at most {MOST_TOKENS}"
     experts, choices = call.arguments["gate"].shape[0], call.arguments["index"].numel()
     return f"{choices} choices among {experts} experts" if choices > experts else None
