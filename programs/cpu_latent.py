@@ -24,8 +24,8 @@ def latent_attention(
 ) -> Tensor:
     """q `B S H LR` in fp32 at least, latent `B T LR`, see boolean `B|1 H|1 S T`, absent boolean `B T` (slots that hold
     no token, whatever is in them), width L -> `B S H L` in q's dtype."""
-    B, S, H, _ = q.shape
-    q_BNE = (q * scale).view(B, S * H, -1)
+    B, S, H, E = q.shape
+    q_BNE = (q * scale).view(B, S * H, E)
     most = q_BNE.new_full((B, S * H, 1), torch.finfo(q.dtype).min)
     total, o_BNL = torch.zeros_like(most), q_BNE.new_zeros(B, S * H, width)
     for first in range(0, latent.shape[1], BLOCK):
@@ -36,7 +36,7 @@ def latent_attention(
         scores = torch.bmm(q_BNE, c_BTE.mT)
         if see is not None:
             hidden = ~see[..., first : first + BLOCK].transpose(1, 2)  # B S H T
-            scores.view(B, S, H, -1).masked_fill_(hidden, torch.finfo(q.dtype).min)
+            scores.view(B, S, H, c_BTE.shape[1]).masked_fill_(hidden, torch.finfo(q.dtype).min)
         before, most = most, torch.maximum(most, scores.amax(-1, keepdim=True))
         weights, shrink = scores.sub_(most).exp_(), (before - most).exp_()
         total = total * shrink + weights.sum(-1, keepdim=True)
