@@ -209,7 +209,7 @@ def route(params: MoE, x: Tensor, cfg: MoEConfig) -> Routing:
 
 def _highest(scores: Tensor, count: int) -> Tensor:
     """The indices of the highest, best first; a stable sort, as `topk` says nothing of equal ones."""
-    return scores.sort(-1, descending=True, stable=True).indices[..., :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _of_groups(choice: Tensor, cfg: MoEConfig) -> Tensor:
