@@ -19,8 +19,9 @@ __all__ = ["Progress", "Source", "assemble"]
 # step, how far, out of how many
 Progress = Callable[[str, int, int], None]
 
-# Faults of one kind come by the hundred where a layer's experts are not as they should be.
-_MOST_LINES = 20
+# Faults come by the hundred where experts are not as they should be: so many lines at most, of what should be there and
+# of what should not.
+_MOST_LINES = (12, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +99,18 @@ def _check(family: Family, count: int, wanted: Mapping[str, Sequence[Piece]], so
         elif source.shapes[piece.name] != piece.shape:
             faults.append(f"{what}: {piece.spec} = {piece.shape}, but the tensor has {source.shapes[piece.name]}")
     used = {*family.tied, *(piece.name for piece in every)}
-    faults += [
+    strays = [
         f"{source.shown(name)}: not expected, it has {shape}"
         for name, shape in source.shapes.items()
         if name not in used and not family.leaves_out(name, count)
     ]
-    if faults:
+    if faults or strays:
+        lines = listed(faults, _MOST_LINES[0]) + listed(strays, _MOST_LINES[1])
         # The same names without their first part: a base model.
         bare = {piece.name.removeprefix("model.") for piece in every} & set(source.shapes)
         fix = "\n    fix: pass the ...ForCausalLM module, with its head" if len(bare) > len(source.shapes) // 2 else ""
         raise TreeError(
-            f"checkpoint and config of family {family.model_type} differ\n    "
-            + "\n    ".join(listed(faults, _MOST_LINES))
-            + fix
+            f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(lines) + fix
         )
 
 

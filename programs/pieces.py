@@ -67,4 +67,3 @@ def pieces(
                 for k, file in enumerate(held.files)
             ]
     return found
-

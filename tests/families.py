@@ -142,7 +142,9 @@ def family(name: str, **more: Any) -> Any:
     model_type, given = FAMILIES[name]
     config = CONFIG_MAPPING[model_type](**SIZES | given | more)
     # Its grouped products want widths in multiples of 16 bytes.
-    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+    module = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.5))

@@ -75,13 +75,13 @@ class Family:
 
     def tensors(self, params: Decoder) -> dict[str, Leaves]:
         """name -> what the tensor holds, of those that these parameters (or their shapes) have."""
-        kinds = {f".layers[{i}]": "moe" if isinstance(each.mlp, MoE) else "dense" for i, each in enumerate(params.layers)}
+        sparse = {f".layers[{i}]" for i, each in enumerate(params.layers) if isinstance(each.mlp, MoE)}
         there = {}
         for path in tree.paths(params):
             there[path] = path
             layer, block, leaf = path.partition(".mlp.")
             if block:
-                there[f"{layer}.{kinds[layer]}.{leaf}"] = path
+                there[f"{layer}.{'moe' if layer in sparse else 'dense'}.{leaf}"] = path
         found = {}
         for name, leaves in self.held(len(params.layers)).items():
             paths = tuple(there[path] for path in leaves.paths if path in there)

@@ -17,9 +17,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     first = hf.get("first_k_dense_replace") or 0
     sparse = [i >= first for i in range(hf["num_hidden_layers"])]
     _ = hf.get("num_nextn_predict_layers")  # further layers, which are left out
-    return latent.decoder(
-        hf, sparse, interleaved=bool(hf.get("rope_interleave", True)), **latent.sigmoid_routing(hf)
-    )
+    return latent.decoder(hf, sparse, interleaved=bool(hf.get("rope_interleave", True)), **latent.sigmoid_routing(hf))
 
 
 FAMILY = Family(model_type="deepseek_v3", config=config, names=NAMES, inert=INERT, further_layers=True)

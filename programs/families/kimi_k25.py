@@ -9,6 +9,8 @@ WRAPPER = Wrapper(
     field="text_config",
     prefixes={
         "model.language_model.": "model.",
+        # as transformers 5.24 saves it, which renames the blocks of the tower and these with them
+        "language_model.model.blocks.": "model.layers.",
         "language_model.model.": "model.",
         "language_model.lm_head.": "lm_head.",
     },

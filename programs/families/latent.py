@@ -21,7 +21,8 @@ _ATTENTION = {
 }
 NAMES: dict[str, str | Leaves] = {
     **parts.names(_ATTENTION, mixture.DENSE, mixture.SHARED, parts.PRE_NORMS),
-    **{f"{parts.LAYER}self_attn.{each}_a_layernorm.weight": f"{parts.OURS}attention.{each}_norm" for each in ("q", "kv")},
+    f"{parts.LAYER}self_attn.q_a_layernorm.weight": f"{parts.OURS}attention.q_norm",
+    f"{parts.LAYER}self_attn.kv_a_layernorm.weight": f"{parts.OURS}attention.kv_norm",
     f"{parts.LAYER}mlp.gate.weight": f"{parts.OURS}moe.router",
     **mixture.experts(),
 }
