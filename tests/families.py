@@ -42,6 +42,7 @@ LATENT = {
 }
 # YaRN as DeepSeek has it
 MSCALE = YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+LONGER = {"max_position_embeddings": 640}  # 16 times 40
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # id -> model_type and what its config says beside SIZES; a window is shorter than the tests' prompts
@@ -105,7 +106,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         LATENT
         | {"q_lora_rank": 11, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
-        | {"mlp_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "rope_parameters": MSCALE},
+        | {"mlp_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "rope_parameters": MSCALE}
+        | LONGER,
     ),
     "deepseek_v2-lite": (
         "deepseek_v2",
@@ -115,7 +117,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         LATENT
         | {"q_lora_rank": 11, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "attention_bias": True}
-        | {"rope_parameters": MSCALE | {"mscale_all_dim": 1.0}},
+        | {"rope_parameters": MSCALE | {"mscale_all_dim": 1.0}}
+        | LONGER,
     ),
     "glm4_moe_lite": (
         "glm4_moe_lite",

@@ -69,8 +69,7 @@ class Family:
         for name, path in self.names.items():
             leaves = Leaves((path,)) if isinstance(path, str) else path
             for i in range(layers if "{i}" in name else 1):
-                at = str(i)
-                found[name.replace("{i}", at)] = leaves.renamed(lambda text, at=at: text.replace("{i}", at))
+                found[name.replace("{i}", str(i))] = leaves.at(i)
         return found
 
     def tensors(self, params: Decoder) -> dict[str, Leaves]:

@@ -11,7 +11,7 @@ from . import Family, Leaves, mixture, parts
 NAMES = parts.names(parts.ATTENTION, parts.PRE_NORMS, {"mlp.router": "moe.router"})
 # Columns of gate and up take turns, and files have the experts as modules do.
 _EXPERTS, _OURS = f"{parts.LAYER}mlp.experts.", f"{parts.OURS}moe."
-EXPERTS = {
+EXPERTS: dict[str, str | Leaves] = {
     f"{parts.LAYER}self_attn.sinks": f"{parts.OURS}attention.sinks",
     f"{_EXPERTS}gate_up_proj": Leaves((f"{_OURS}gate", f"{_OURS}up"), dim=1, interleaved=True, transposed=True),
     f"{_EXPERTS}gate_up_proj_bias": Leaves((f"{_OURS}gate_bias", f"{_OURS}up_bias"), dim=1, interleaved=True),
@@ -45,7 +45,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
 FAMILY = Family(
     model_type="gpt_oss",
     config=config,
-    names=NAMES | EXPERTS,
+    names={**NAMES, **EXPERTS},
     inert={
         "experts_per_token": lambda hf: hf["num_experts_per_tok"],
         "initial_context_length": lambda hf: parts.rope(hf).original_max_position_embeddings,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ class Leaves:
         """Whether files have its experts one by one."""
         return any("{e}" in name for name in self.files)
 
-    def renamed(self, rename: Callable[[str], str]) -> Leaves:
-        """With other paths and names of files."""
-        paths, files = (tuple(rename(each) for each in names) for names in (self.paths, self.files))
-        return Leaves(paths, self.dim, self.interleaved, self.transposed, files)
+    def at(self, layer: int) -> Leaves:
+        """Those of one layer, whose number stands for `{i}`."""
+        paths, files = (tuple(each.replace("{i}", str(layer)) for each in names) for names in (self.paths, self.files))
+        return replace(self, paths=paths, files=files)
 
     def shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The tensor's, from the leaves'."""

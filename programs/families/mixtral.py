@@ -9,7 +9,7 @@ from ...functional import DecoderConfig
 from . import Family, Leaves, mixture, parts
 
 NAMES = parts.names(parts.ATTENTION, parts.PRE_NORMS)
-EXPERTS = {
+EXPERTS: dict[str, str | Leaves] = {
     f"{parts.LAYER}mlp.gate.weight": Leaves(
         (f"{parts.OURS}moe.router",), files=(f"{parts.LAYER}block_sparse_moe.gate.weight",)
     ),
@@ -26,4 +26,4 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 # router_jitter_noise: of training, which as dropout is not computed.
-FAMILY = Family(model_type="mixtral", config=config, names=NAMES | EXPERTS, inert={"router_jitter_noise": 0.0})
+FAMILY = Family(model_type="mixtral", config=config, names={**NAMES, **EXPERTS}, inert={"router_jitter_noise": 0.0})

@@ -27,7 +27,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
 FAMILY = Family(
     model_type="phi3",
     config=config,
-    names=NAMES | FUSED,
+    names={**NAMES, **FUSED},
     inert={
         "full_attn_mod": 1,
         "interpolate_factor": 1,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...functional import DecoderConfig
-from . import Family, mixture, parts
+from . import Family, Leaves, mixture, parts
 
 NAMES = parts.names(
     parts.ATTENTION,
@@ -14,7 +14,7 @@ NAMES = parts.names(
     parts.PRE_NORMS,
     {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"},
 )
-EXPERTS = {f"{parts.LAYER}mlp.gate.weight": f"{parts.OURS}moe.router", **mixture.experts()}
+EXPERTS: dict[str, str | Leaves] = {f"{parts.LAYER}mlp.gate.weight": f"{parts.OURS}moe.router", **mixture.experts()}
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -37,4 +37,4 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, parts.layers(hf, attention, [experts if each else dense for each in sparse]), norm)
 
 
-FAMILY = Family(model_type="qwen3_moe", config=config, names=NAMES | EXPERTS)
+FAMILY = Family(model_type="qwen3_moe", config=config, names={**NAMES, **EXPERTS})
