@@ -74,7 +74,7 @@ class Gguf:
         archs = {v: k for k, v in self._gguf.MODEL_ARCH_NAMES.items()}
         table = self._gguf.get_tensor_name_map(archs[arch], layers)
         found = {}
-        for name in self.family.paths(layers):
+        for name in self.family.held(layers):
             ggml = table.get_name(name, try_suffixes=(".weight", ".bias"))
             if ggml in self._tensors:
                 found[name] = ggml

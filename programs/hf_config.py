@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["architecture", "class_defaults", "cut_layers", "normalized"]
 
 # Fields with an entry a layer.
-_PER_LAYER = ("layer_types", "no_rope_layers")
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
 
 def normalized(fields: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -32,10 +32,21 @@ def class_defaults(model_type: str) -> dict[str, Any]:
 
 
 def cut_layers(fields: Mapping[str, Any], layers: Sequence[int] | None) -> dict[str, Any]:
-    """The fields of a model that keeps some layers alone."""
+    """The fields of a model that keeps some layers alone.
+
+    Where layers without experts are counted from the first on and others come before them, no count is right; `save`
+    then finds that its config would not be the model's.
+    """
     if layers is None:
         return dict(fields)
-    cut = {name: [fields[name][i] for i in layers] for name in _PER_LAYER if fields.get(name)}
+    cut: dict[str, Any] = {name: [fields[name][i] for i in layers] for name in _PER_LAYER if fields.get(name)}
+    if fields.get("first_k_dense_replace"):
+        dense = sum(i < fields["first_k_dense_replace"] for i in layers)
+        cut["first_k_dense_replace"] = None if "mlp_layer_types" in cut else dense  # the list says it
+    if "decoder_sparse_step" in fields:
+        without, step = fields.get("mlp_only_layers") or [], fields["decoder_sparse_step"]
+        dense_at = [j for j, i in enumerate(layers) if i in without or (i + 1) % step]
+        cut |= {"mlp_only_layers": dense_at, "decoder_sparse_step": 1}
     return {**fields, **cut, "num_hidden_layers": len(layers)}
 
 

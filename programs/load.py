@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..functional import Decoder, DecoderConfig, TreeError, tree
+from ..functional import Decoder, TreeError
+from .assemble import Progress, Source, assemble
 from .checkpoint import Checkpoint, find_folder, listed
-from .families import Family, find_family, known_families
+from .families import Family, Wrapper, find_family, find_wrapper, known_families
 from .gguf import Gguf
 from .hf_config import class_defaults, cut_layers, normalized
 from .model import Model
+from .pieces import pieces
 
 __all__ = ["Progress", "load"]
-
-# step, how far, out of how many
-Progress = Callable[[str, int, int], None]
 
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -56,13 +55,15 @@ def load(
     """A model from an in-memory transformers module, a Hugging Face folder (safetensors) or the name of a cached one, a
     GGUF file, or a packaged name (`"smollm2-135m"`).
 
-    A module's leaves are its own parameters, or views of them where the family fuses projections: nothing is copied,
-    and training the module trains the pytree. A GGUF file is dequantised to fp32.
+    A module's leaves are its own parameters and buffers, or views of them where the family fuses projections: nothing
+    is copied, and training the module trains the pytree. A GGUF file is dequantised to fp32. Experts that a file has
+    one by one are joined in one storage, as they are read.
     like: the family to read it as, where its own `model_type` is unknown; every tensor and field must be explained.
     ignore: names of config fields that you know to change nothing, where the load stops at them.
     layers: which of its layers, in order (`range(4)`); all unless given. dtype, device: of the leaves, the file's and
-    "cpu" unless given; a module has its own.
-    abstract: read the config alone; leaves are meta tensors, as `plan` needs them.
+    "cpu" unless given; a module has its own. What the file has in fp32 and routing needs so stays in fp32.
+    abstract: read the config alone; leaves are meta tensors, as `plan` needs them, and plain ones however the weights
+    are packed.
     progress: called as `progress(step, done, total)` while weights are read. Peak memory is the model and one tensor.
     Raises `ValueError` (unknown source or family, a field that the family cannot honour or does not know, a damaged
     file), `TreeError` (missing, unexpected or misshapen tensors, all listed), before any weight is read.
@@ -158,28 +159,32 @@ def _packaged_file(name: str) -> Path | None:
     return Path(spec.submodule_search_locations[0]) / file
 
 
-def _family(model_type: str, like: str | None) -> Family:
-    """The adapter of a model type, or where that is unknown the one that it is to be read as."""
+def _family(model_type: str, like: str | None) -> tuple[Family, Wrapper | None]:
+    """The adapter of a model type, or where that is unknown the one that it is to be read as; and how its language
+    model lies in it, None where it is the whole."""
     if like is None:
-        return find_family(model_type)
+        return find_family(model_type), find_wrapper(model_type)
     if model_type in known_families() and like != model_type:
         raise ValueError(
             f'load(like="{like}"): model_type "{model_type}" is known, and computes otherwise\n    fix: leave like out'
         )
-    return find_family(like, "like")
+    return find_family(like, "like"), find_wrapper(like)
 
 
 def _from_module(module: nn.Module, wish: _Wish) -> Model:
     hf = getattr(module, "config", None)
     if hf is None or not hasattr(hf, "model_type"):
         raise ValueError(f"{type(module).__name__} has no transformers config\n    fix: pass a ...ForCausalLM module")
-    fields = hf.to_dict()
-    family = _family(hf.model_type, wish.like)
+    family, wrapper = _family(hf.model_type, wish.like)
+    fields = hf.to_dict() if wrapper is None else wrapper.fields(hf.to_dict())
     # How a file was packed says nothing of a module whose parameters are plain numbers, as is seen below.
     fields.pop("quantization_config", None)
     cfg = family.read_config(fields, class_defaults(family.model_type), wish.ignore)
-    found = dict(module.named_parameters(remove_duplicate=False))
-    _check_formats(type(module).__name__, {name: t.dtype for name, t in found.items()})
+    # With keep_vars the parameters and buffers themselves.
+    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    own = _own_names(tensors, wrapper)
+    found = {name: tensors[theirs] for name, theirs in own.items()}
+    _check_formats(type(module).__name__, {own[name]: t.dtype for name, t in found.items()})
     for name, other in family.tied.items():
         if cfg.tie_word_embeddings and found.get(name, found.get(other)) is not found.get(other):
             raise TreeError(
@@ -187,10 +192,14 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
                 "    fix: config.tie_word_embeddings = False, or module.tie_weights()"
             )
 
-    def read(name: str) -> Tensor:
-        return found[name].to("meta") if wish.abstract else found[name]
-
-    cfg, params = _assemble(family, cfg, wish, {n: tuple(t.shape) for n, t in found.items()}, read)
+    source = Source(
+        shapes={name: tuple(t.shape) for name, t in found.items()},
+        read=lambda name, wide: found[name].to("meta") if wish.abstract else found[name],
+        dtype=lambda name, wide: found[name].dtype,
+        device=wish.device,
+        shown=_shown(own, wrapper),
+    )
+    cfg, params = assemble(family, cfg, wish.layers, source, wish.progress)
     generation = getattr(module, "generation_config", None)
     said = {} if generation is None else generation.to_dict()
     generation = generation or hf
@@ -204,6 +213,16 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
         eos_token_id=_ids(getattr(generation, "eos_token_id", None)),
         pad_token_id=getattr(generation, "pad_token_id", None),
     )
+
+
+def _own_names(names: Iterable[str], wrapper: Wrapper | None) -> dict[str, str]:
+    """The family's name -> the source's."""
+    return {name: name for name in names} if wrapper is None else wrapper.names(names)
+
+
+def _shown(own: Mapping[str, str], wrapper: Wrapper | None) -> Callable[[str], str]:
+    """What the source calls a tensor, or would, if it had it."""
+    return lambda name: own.get(name) or (name if wrapper is None else wrapper.shown(name, own.values()))
 
 
 def _check_formats(source: str, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -225,34 +244,52 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
             f"{folder.name}/config.json names no model_type\n    known: {', '.join(known_families())}\n"
             '    fix: like="llama", where its layers are those of a known family'
         )
-    family = _family(str(model_type), wish.like)
-    fields = normalized(file.config, family.model_type)
+    family, wrapper = _family(str(model_type), wish.like)
+    fields = file.config
+    if wrapper is not None:
+        fields = wrapper.fields(normalized(fields, wrapper.model_type))
+    fields = normalized(fields, family.model_type)
+    if wish.abstract and not file.shapes:
+        fields.pop("quantization_config", None)  # says how weights are packed, of which none are looked at
     cfg = family.read_config(fields, class_defaults(family.model_type), wish.ignore)
 
-    def read(tensor: str) -> Tensor:
-        return file.tensor(tensor, dtype=wish.dtype, device=wish.device)
-
     # Buffers that older versions of transformers wrote beside the weights.
-    shapes = {n: s for n, s in file.shapes.items() if not n.endswith("rotary_emb.inv_freq")}
+    own = _own_names([n for n in file.shapes if not n.endswith("rotary_emb.inv_freq")], wrapper)
+    _check_formats(folder.name, {theirs: file.dtypes[theirs] for theirs in own.values()})
+    shapes = {name: file.shapes[theirs] for name, theirs in own.items()}
     if wish.abstract and not shapes:
-        shapes = {name: shape for name, (_, shape) in _expected(family, cfg).items()}
-    dtypes = file.dtypes
-    _check_formats(folder.name, {n: d for n, d in dtypes.items() if n in shapes})
+        wanted = pieces(family, Decoder.abstract(cfg), files=False)
+        shapes = {name: each[0].shape for name, each in wanted.items()}
 
     said = getattr(torch, str(fields.get("dtype")), None)
     default = said if said in _FORMATS else torch.float32
 
-    def describe(tensor: str) -> Tensor:
-        return torch.empty(shapes[tensor], dtype=wish.dtype or dtypes.get(tensor, default), device="meta")
+    def dtype(name: str, wide: bool) -> torch.dtype:
+        stored = file.dtypes[own[name]] if name in own else default
+        stays = wide and stored == torch.float32 and wish.dtype in (torch.bfloat16, torch.float16)
+        return stored if wish.dtype is None or stays else wish.dtype
+
+    def read(name: str, wide: bool) -> Tensor:
+        if wish.abstract:
+            return torch.empty(shapes[name], dtype=dtype(name, wide), device="meta")
+        return file.tensor(own[name], dtype=dtype(name, wide), device=wish.device)
 
     twins = family.tied.items() if cfg.tie_word_embeddings and not wish.abstract else ()
     for twin, other in twins:
-        if twin in shapes and other in shapes and not torch.equal(file.tensor(twin), file.tensor(other)):
+        if twin in own and other in own and not torch.equal(file.tensor(own[twin]), file.tensor(own[other])):
             raise TreeError(
-                f"the config ties {twin} to {other}, but the file holds two different tensors\n"
+                f"the config ties {own[twin]} to {own[other]}, but the file holds two different tensors\n"
                 "    fix: tie_word_embeddings: false in config.json"
             )
-    cfg, params = _assemble(family, cfg, wish, shapes, describe if wish.abstract else read)
+    source = Source(
+        shapes=shapes,
+        read=read,
+        dtype=dtype,
+        device=torch.device("meta") if wish.abstract else wish.device,
+        files=True,
+        shown=_shown(own, wrapper),
+    )
+    cfg, params = assemble(family, cfg, wish.layers, source, wish.progress)
     stops = file.generation.get("eos_token_id", file.config.get("eos_token_id"))
     return Model(
         name=name,
@@ -274,12 +311,16 @@ def _from_gguf(path: Path, name: str, wish: _Wish) -> Model:
         raise ValueError(f'load(like="{wish.like}"): {path.name} says it is of family {file.family.model_type}')
     cfg = file.family.config(file.config)
 
-    def read(tensor: str) -> Tensor:
-        if wish.abstract:
-            return torch.empty(file.shape(tensor), dtype=wish.dtype or torch.float32, device="meta")
-        return file.tensor(tensor).to(device=wish.device, dtype=wish.dtype)
+    dtype = wish.dtype or torch.float32
 
-    cfg, params = _assemble(file.family, cfg, wish, {n: file.shape(n) for n in file.names}, read)
+    def read(name: str, wide: bool) -> Tensor:
+        if wish.abstract:
+            return torch.empty(file.shape(name), dtype=dtype, device="meta")
+        return file.tensor(name).to(device=wish.device, dtype=dtype)
+
+    shapes = {name: file.shape(name) for name in file.names}
+    source = Source(shapes=shapes, read=read, dtype=lambda name, wide: dtype, device=wish.device)
+    cfg, params = assemble(file.family, cfg, wish.layers, source, wish.progress)
     return Model(
         name=name,
         config=cfg,
@@ -296,75 +337,3 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _expected(family: Family, cfg: DecoderConfig) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """checkpoint name -> the paths of its leaves and its shape, as the config has them."""
-    wanted = tree.paths(Decoder.abstract(cfg))
-    found = {}
-    for name, paths in family.paths(len(cfg.layers)).items():
-        paths = tuple(path for path in paths if path in wanted)
-        if paths:
-            rows = sum(wanted[path].shape[0] for path in paths)
-            found[name] = paths, (rows, *wanted[paths[0]].shape[1:])
-    return found
-
-
-def _assemble(
-    family: Family,
-    cfg: DecoderConfig,
-    wish: _Wish,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], Tensor],
-) -> tuple[DecoderConfig, Decoder]:
-    """The config and the pytree of some layers, leaves read by checkpoint name; every fault is found before the first
-    is read."""
-    count = len(cfg.layers)
-    kept = range(count) if wish.layers is None else wish.layers
-    beyond = [i for i in kept if i >= count]
-    if beyond:
-        raise ValueError(f"load(layers=...): {beyond} are asked for, and the model has {count}")
-    specs, expected = tree.paths(Decoder.abstract(cfg).specs()), _expected(family, cfg)
-    faults = []
-    for name, (paths, shape) in expected.items():
-        text, letters = " ".join(paths), " and ".join(f'"{specs[path]}"' for path in paths)
-        if name not in shapes:
-            faults.append(f"{text} ({name}): missing, {letters} = {shape}")
-        elif shapes[name] != shape:
-            faults.append(f"{text} ({name}): {letters} = {shape}, but the tensor has {shapes[name]}")
-    used = {*family.tied, *expected}
-    faults += [f"{name}: not expected, it has {shapes[name]}" for name in shapes if name not in used]
-    if faults:
-        # The same names without their first part: a base model.
-        bare = {name.removeprefix("model.") for name in expected} & set(shapes)
-        fix = "\n    fix: pass the ...ForCausalLM module, with its head" if len(bare) > len(shapes) // 2 else ""
-        raise TreeError(
-            f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(faults) + fix
-        )
-    cfg = replace(cfg, layers=tuple(cfg.layers[i] for i in kept))
-    place = {f".layers[{i}].": f".layers[{j}]." for j, i in enumerate(kept)}
-    params = Decoder.abstract(cfg)
-    rows = {path: leaf.shape[0] for path, leaf in tree.paths(params).items()}
-    here = {name: renamed for name, (paths, _) in expected.items() if (renamed := _renamed(paths, place))}
-    new: dict[str, Tensor] = {}
-    for done, (name, paths) in enumerate(here.items(), 1):
-        wish.progress("loading weights", done, len(here))
-        new |= dict(zip(paths, _cut(read(name), [rows[path] for path in paths]), strict=True))
-    return cfg, tree.replace(params, new)
-
-
-def _renamed(paths: tuple[str, ...], place: Mapping[str, str]) -> tuple[str, ...]:
-    """The paths of leaves of one layer in the place that it has now, none where it is left out."""
-    if not paths[0].startswith(".layers["):
-        return paths
-    begin = paths[0].partition("]")[0] + "]."
-    return tuple(place[begin] + path.removeprefix(begin) for path in paths) if begin in place else ()
-
-
-def _cut(base: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """The leaves that lie one below the other in a tensor, as views through which gradients reach it."""
-    if len(rows) == 1:
-        return [base]
-    starts = [sum(rows[:i]) for i in range(len(rows))]
-    with torch.inference_mode(False), torch.enable_grad():
-        return [base.narrow(0, start, n) for start, n in zip(starts, rows, strict=True)]

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..functional import Decoder, tree
 from .families import Family
 from .hf_config import architecture, normalized
 from .model import Model, check_model
+from .pieces import pieces
 from .write import write_checkpoint
 
 __all__ = ["save"]
@@ -37,10 +37,9 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
     tree.check(model.params, Decoder.abstract(model.config), what="model.params")
     leaves = tree.paths(model.params)
     tensors: dict[str, Callable[[], Tensor]] = {}
-    for name, paths in model.family.paths(len(model.config.layers)).items():
-        parts = [leaves[path] for path in paths if path in leaves]
-        if parts:
-            tensors[name] = partial(_joined, parts)
+    for each in pieces(model.family, model.params).values():
+        held = [leaves[path] for path in each[0].held.paths]
+        tensors |= {piece.name: partial(piece.part, held) for piece in each}
     write_checkpoint(
         Path(folder).expanduser(),
         tensors,
@@ -51,15 +50,15 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
     )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The checkpoint's tensor of leaves that lie one below the other in it."""
-    return parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts])
-
-
 def _check_config(model: Model, family: Family) -> None:
     """A config that was changed after loading would not be the one that is written."""
     said = family.config(model.hf_config)
     names = [f.name for f in dataclasses.fields(said) if getattr(said, f.name) != getattr(model.config, f.name)]
+    if names == ["layers"] and "first_k_dense_replace" in model.hf_config:
+        raise ValueError(
+            "save: config.json counts the layers without experts from the first on, and here others come before them\n"
+            "    fix: load(layers=...) with those first, or save the parameters with the config they came with"
+        )
     if names:
         raise ValueError(
             f"save: model.config differs from what was read, in {', '.join(names)}; config.json would not say so\n"

@@ -30,6 +30,19 @@ LONG = {
     "original_max_position_embeddings": 16,
     "partial_rotary_factor": 0.75,
 }
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "moe_intermediate_size": 14,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+}
+# YaRN as DeepSeek has it
+MSCALE = YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+LONGER = {"max_position_embeddings": 640}  # 16 times 40
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # id -> model_type and what its config says beside SIZES; a window is shorter than the tests' prompts
@@ -89,28 +102,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
-}
-
-GPT_OSS = SIZES | {
-    "head_dim": 8,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "sliding_window": 5,
-    "layer_types": KINDS,
-    "rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0},
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": 11, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"mlp_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5, "rope_parameters": MSCALE}
+        | LONGER,
+    ),
+    "deepseek_v2-lite": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1, "attention_bias": True},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {"q_lora_rank": 11, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "attention_bias": True}
+        | {"rope_parameters": MSCALE | {"mscale_all_dim": 1.0}}
+        | LONGER,
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        LATENT
+        | {"q_lora_rank": 9, "n_routed_experts": 5, "rope_interleave": False, "norm_topk_prob": False}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 10, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
+        | {"mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "head_dim": 12}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": KINDS}
+        | {"swiglu_limit": 1.5, "rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0}},
+    ),
 }
 
 
 def family(name: str, **more: Any) -> Any:
-    """A module with random weights, large enough that a wrong step shows, norms and biases included."""
+    """A module with random weights, large enough that a wrong step shows, norms, biases and buffers included."""
     model_type, given = FAMILIES[name]
     config = CONFIG_MAPPING[model_type](**SIZES | given | more)
-    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # Its grouped products want widths in multiples of 16 bytes.
+    module = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.5))
             if parameter.dim() == 1:
                 parameter += 0.5
+        for name, buffer in module.named_buffers():
+            if name in module.state_dict():  # not what is derived from the config
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     module.generation_config.eos_token_id = None
     module.generation_config.pad_token_id = 0
     return module

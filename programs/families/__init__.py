@@ -1,27 +1,35 @@
 """One adapter a family: a table of names and a function from config to config, no model code.
 
 To add a family, write `families/<model_type>.py` with a `FAMILY` and name it in `_MODULES`. `parts` has what most
-families share.
+families share, `latent` and `mixture` what those with latent attention and with experts do.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from ...functional import DecoderConfig
+from ...functional import Decoder, DecoderConfig, MoE, tree
 from .fields import Fields
+from .leaves import Leaves
+from .wrapper import Wrapper
 
-__all__ = ["Family", "find_family", "known_families"]
+__all__ = ["Family", "Leaves", "Wrapper", "find_family", "find_wrapper", "known_families"]
 
 # model_type -> module
 _MODULES = {
-    **{name: name for name in ("cohere", "gemma", "gemma2", "gpt_oss", "llama", "mistral", "nemotron", "olmo2")},
-    **{name: name for name in ("phi", "phi3", "qwen2", "qwen3", "smollm3")},
+    **{name: name for name in ("cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "glm4_moe_lite", "gpt_oss")},
+    **{name: name for name in ("llama", "mistral", "mixtral", "nemotron", "olmo2", "phi", "phi3", "qwen2", "qwen3")},
+    **{name: name for name in ("qwen3_moe", "smollm3")},
     "gemma3_text": "gemma3",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
 }
+# model_type -> module, of models whose language model is of another family
+_WRAPPERS = {"kimi_k25": "kimi_k25"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +38,14 @@ class Family:
 
     config: from the fields of the Hugging Face config to ours; raises `ValueError` for a field it cannot honour. What
         it does not read must be at its default.
-    names: checkpoint name -> pytree path, `{i}` standing for the layer; several paths where the tensor is those leaves
-        one below the other, which then are views of it.
+    names: a module's name of a tensor -> pytree path, `{i}` standing for the layer; `Leaves` where the tensor holds
+        several, which then are views of it, or files call it otherwise. In a path `dense` and `moe` are the `mlp` of a
+        layer that has one block, and of one that has experts.
     inert: fields of its published configs that nothing looks at -> the value at which that is right, or a function of
         all fields to it.
     tied: name -> the name it repeats where the config ties them; a checkpoint may then carry both.
+    further_layers: whether its files have layers beyond those of the config, which predict more tokens at once; they
+        are left out.
     gguf_arch: the architecture's name in GGUF files. gguf_extra: config fields that follow from which tensors a GGUF
         file has. gguf_fields: GGUF metadata key -> config field.
     gguf_permuted: checkpoint names whose rows GGUF keeps in interleaved rotary order -> the config field that
@@ -43,22 +54,44 @@ class Family:
 
     model_type: str
     config: Callable[[Mapping[str, Any]], DecoderConfig]
-    names: Mapping[str, str | tuple[str, ...]]
+    names: Mapping[str, str | Leaves]
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     inert: Mapping[str, Any] = field(default_factory=dict)
+    further_layers: bool = False
     gguf_arch: str | None = None
     gguf_fields: Mapping[str, str] | None = None
     gguf_extra: Callable[[Collection[str]], dict[str, Any]] = field(default=lambda names: {})
     gguf_permuted: Mapping[str, str] | None = None
 
-    def paths(self, layers: int) -> dict[str, tuple[str, ...]]:
-        """checkpoint name -> pytree paths, for so many layers."""
+    def held(self, layers: int) -> dict[str, Leaves]:
+        """name -> what the tensor holds, for so many layers, of whatever kind they are."""
         found = {}
         for name, path in self.names.items():
-            paths = (path,) if isinstance(path, str) else path
+            leaves = Leaves((path,)) if isinstance(path, str) else path
             for i in range(layers if "{i}" in name else 1):
-                found[name.replace("{i}", str(i))] = tuple(each.replace("{i}", str(i)) for each in paths)
+                found[name.replace("{i}", str(i))] = leaves.at(i)
         return found
+
+    def tensors(self, params: Decoder) -> dict[str, Leaves]:
+        """name -> what the tensor holds, of those that these parameters (or their shapes) have."""
+        sparse = {f".layers[{i}]" for i, each in enumerate(params.layers) if isinstance(each.mlp, MoE)}
+        there = {}
+        for path in tree.paths(params):
+            there[path] = path
+            layer, block, leaf = path.partition(".mlp.")
+            if block:
+                there[f"{layer}.{'moe' if layer in sparse else 'dense'}.{leaf}"] = path
+        found = {}
+        for name, leaves in self.held(len(params.layers)).items():
+            paths = tuple(there[path] for path in leaves.paths if path in there)
+            if paths:
+                found[name] = replace(leaves, paths=paths)
+        return found
+
+    def leaves_out(self, name: str, layers: int) -> bool:
+        """Whether a tensor is of a layer beyond those of the config, and such layers are left out."""
+        found = re.match(r"model\.layers\.(\d+)\.", name) if self.further_layers else None
+        return found is not None and int(found[1]) >= layers
 
     def read_config(
         self, fields: Mapping[str, Any], defaults: Mapping[str, Any], ignore: Collection[str] = ()
@@ -105,8 +138,7 @@ def find_gguf_family(arch: str) -> Family:
 
 
 def known_families() -> list[str]:
-    """Those whose checkpoints load whole; of gpt_oss the attention alone is there."""
-    return sorted(set(_MODULES) - {"gpt_oss"})
+    return sorted(_MODULES)
 
 
 def find_family(model_type: str, argument: str = "model_type") -> Family:
@@ -117,3 +149,11 @@ def find_family(model_type: str, argument: str = "model_type") -> Family:
         raise ValueError(f'{argument} "{model_type}" is unknown\n    known: {known}{fix}')
     family: Family = import_module(f".{_MODULES[model_type]}", __name__).FAMILY
     return family
+
+
+def find_wrapper(model_type: str) -> Wrapper | None:
+    """How the language model lies in a model of that type, None where it is the whole."""
+    if model_type not in _WRAPPERS:
+        return None
+    wrapper: Wrapper = import_module(f".{_WRAPPERS[model_type]}", __name__).WRAPPER
+    return wrapper

@@ -20,7 +20,9 @@ _SILENT = frozenset(
         # how it is run, trained, split or initialised
         "use_cache", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states",
         "chunk_size_feed_forward", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
-        "pretraining_tp", "initializer_range",
+        "pretraining_tp", "ep_size", "initializer_range",
+        # what is added to the loss of a mixture of experts
+        "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
         # how long a text may be
         "max_position_embeddings", "max_sequence_length", "model_max_length",
         # how text is generated, before that had a file of its own

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...functional import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig, NormConfig, RopeConfig
+from ...functional import (
+    AttentionConfig,
+    DecoderConfig,
+    LayerConfig,
+    MLAConfig,
+    MLPConfig,
+    MoEConfig,
+    NormConfig,
+    RopeConfig,
+)
 from ...functional.rope import ROPE_TYPES
 
-__all__ = ["attention", "decoder", "layers", "mlp", "names", "rms", "rope", "windows"]
+__all__ = ["activation", "attention", "decoder", "layers", "mlp", "names", "rms", "rope", "windows"]
 
 LAYER = "model.layers.{i}."
 OURS = ".layers[{i}]."
@@ -56,25 +65,33 @@ def attention(hf: Mapping[str, Any], **options: Any) -> AttentionConfig:
     )
 
 
-def mlp(hf: Mapping[str, Any], activation: str | None, **options: Any) -> MLPConfig:
-    """activation: as transformers calls it."""
-    name = activation or "silu"
+def activation(name: str | None) -> str:
+    """Ours, from what transformers calls it."""
+    return _ACTIVATIONS.get(name or "silu", name or "silu")
+
+
+def mlp(hf: Mapping[str, Any], act: str | None, **options: Any) -> MLPConfig:
+    """act: as transformers calls it."""
     return MLPConfig(
         hidden_size=hf["hidden_size"],
         intermediate_size=hf["intermediate_size"],
-        hidden_act=_ACTIVATIONS.get(name, name),
+        hidden_act=activation(act),
         initializer_range=hf.get("initializer_range", 0.02),
         **options,
     )
 
 
 def layers(
-    hf: Mapping[str, Any], attentions: AttentionConfig | Sequence[AttentionConfig], feed: MLPConfig, **options: Any
+    hf: Mapping[str, Any],
+    attentions: AttentionConfig | MLAConfig | Sequence[AttentionConfig],
+    feeds: MLPConfig | MoEConfig | Sequence[MLPConfig | MoEConfig],
+    **options: Any,
 ) -> tuple[LayerConfig, ...]:
-    """One attention for all layers, or one a layer."""
+    """One attention for all layers, or one a layer, and so of what follows it."""
     count = hf["num_hidden_layers"]
-    each = [attentions] * count if isinstance(attentions, AttentionConfig) else attentions
-    return tuple(LayerConfig(attention=a, mlp=feed, **options) for a in each)
+    first = attentions if isinstance(attentions, Sequence) else [attentions] * count
+    second = feeds if isinstance(feeds, Sequence) else [feeds] * count
+    return tuple(LayerConfig(attention=a, mlp=m, **options) for a, m in zip(first, second, strict=True))
 
 
 def decoder(
@@ -138,8 +155,12 @@ def rope(
     unknown = sorted(name for name in set(found) - {*needs, *may} - silent if found[name] is not None)
     if unknown:
         raise ValueError(f"rope_parameters: {', '.join(unknown)} unknown for rope_type={kind!r}")
+    # A YaRN correction of 0 is none.
+    none = {name for name in ("mscale", "mscale_all_dim") if not found.get(name)}
     kept: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in (*needs, *may)
+        name: tuple(v) if isinstance(v, list) else v
+        for name, v in found.items()
+        if name in (*needs, *may) and name not in none
     }
     return RopeConfig(
         rope_theta=float(theta), rope_type=kind, partial_rotary_factor=share, interleaved=interleaved, **kept

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...functional import DecoderConfig
-from . import Family, parts
+from . import Family, Leaves, parts
 
-NAMES: dict[str, str | tuple[str, ...]] = dict(
-    parts.names({"self_attn.o_proj": "attention.o", "mlp.down_proj": "mlp.down"}, parts.PRE_NORMS)
-)
+NAMES = parts.names({"self_attn.o_proj": "attention.o", "mlp.down_proj": "mlp.down"}, parts.PRE_NORMS)
 FUSED = {
-    f"{parts.LAYER}self_attn.qkv_proj.weight": tuple(f"{parts.OURS}attention.{each}" for each in "qkv"),
-    f"{parts.LAYER}mlp.gate_up_proj.weight": tuple(f"{parts.OURS}mlp.{each}" for each in ("gate", "up")),
+    f"{parts.LAYER}self_attn.qkv_proj.weight": Leaves(tuple(f"{parts.OURS}attention.{each}" for each in "qkv")),
+    f"{parts.LAYER}mlp.gate_up_proj.weight": Leaves(tuple(f"{parts.OURS}mlp.{each}" for each in ("gate", "up"))),
 }
 
 
@@ -29,7 +27,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
 FAMILY = Family(
     model_type="phi3",
     config=config,
-    names=NAMES | FUSED,
+    names={**NAMES, **FUSED},
     inert={
         "full_attn_mod": 1,
         "interpolate_factor": 1,

@@ -9,10 +9,8 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn.functional.rope import frequencies
-from meshfn.programs.families import find_family, gpt_oss
-from transformers import GptOssConfig, LlamaConfig, Phi3Config, Qwen3NextConfig
+from transformers import LlamaConfig, Phi3Config, Qwen3NextConfig
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm, GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -22,7 +20,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
-from ..families import GPT_OSS, LONG
+from ..families import LONG
 from ..tiny import LLAMA3
 
 SCALINGS = {
@@ -157,34 +155,6 @@ def test_output_gate_is_qwen3_next():
     wanted = torch.autograd.grad(want.square().sum(), weights)
     for found, expected in zip(torch.autograd.grad(got.square().sum(), weights), wanted, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_attention_of_gpt_oss(layer):
-    """Large sinks, biases, a window of 5 in layer 0, YaRN: the norm in front is ours, the rest a module's."""
-    config = GptOssConfig(**GPT_OSS)
-    module, front = GptOssAttention(config, layer), GptOssRMSNorm(48, config.rms_norm_eps)
-    with torch.no_grad():
-        for parameter in (*module.parameters(), *front.parameters()):
-            parameter.copy_(torch.randn_like(parameter))
-    cfg = gpt_oss.attentions(config.to_dict())[layer]
-    names = {f"model.layers.0.self_attn.{name}": t for name, t in module.named_parameters()}
-    names["model.layers.0.input_layernorm.weight"] = front.weight
-    paths = find_family("gpt_oss").paths(1)
-    leaves = {paths[name][0].removeprefix(".layers[0].attention"): t for name, t in names.items()}
-    params = F.tree.replace(F.Attention.abstract(cfg), leaves)
-    x, positions = torch.randn(2, 19, 48), torch.arange(19)[None]
-    seen = torch.ones(19, 19, dtype=torch.bool).tril()
-    if layer == 0:
-        seen &= ~torch.ones(19, 19, dtype=torch.bool).tril(-5)
-    mask = torch.zeros(19, 19).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
-    want, _ = module(front(x), GptOssRotaryEmbedding(config)(x, positions), mask)
-    got, _ = F.attention(params, x, cfg, positions=positions)
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
-    wanted = torch.autograd.grad(want.square().sum(), [module.sinks, module.k_proj.bias, front.weight])
-    found = torch.autograd.grad(got.square().sum(), [params.sinks, params.k_bias, params.norm.weight])
-    for a, b in zip(found, wanted, strict=True):
-        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-5 * (b.norm() < 1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

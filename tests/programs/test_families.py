@@ -30,9 +30,8 @@ def test_ragged_rows_in_chunks_generate_as_transformers(name):
     model = programs.load(module)
     rows = [torch.randint(1, 97, (n,)).tolist() for n in LENGTHS]
     program = programs.build(model, batch=3, max_len=40, chunk=8, compile=False)
-    for cache in program.cache:
-        cache.k.fill_(torch.nan)
-        cache.v.fill_(torch.nan)
+    for leaf in F.tree.leaves(program.cache):
+        leaf.fill_(torch.nan)
     found = program.generate(rows, max_new_tokens=NEW)
     # Where longrope's angles change for a whole row, not every version of transformers gives up its cache.
     options = {"use_cache": False} if name == "phi3-long" else {}
@@ -40,7 +39,8 @@ def test_ragged_rows_in_chunks_generate_as_transformers(name):
     # Again over a cache that is full of the last call, the rows in other places.
     assert program.generate(rows[::-1], max_new_tokens=NEW).tokens == found.tokens[::-1]
     windows = [each.attention.window for each in model.config.layers]
-    assert [c.k.shape[1] for c in program.cache] == [65 if w is None else w + 1 for w in windows]
+    slots = [F.tree.leaves(cache)[0].shape[1] for cache in program.cache]
+    assert slots == [65 if w is None else w + 1 for w in windows]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -58,16 +58,21 @@ def test_scores_are_transformers(name):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision_is_as_near_as_transformers(name, dtype):
-    """At most 1.5 times the error of transformers' own run in half precision, against double."""
+    """At most 1.5 times the error of transformers' own run in half precision, against double. With experts, of half of
+    the tokens: where rounding tips a choice between two of them, an error says nothing."""
     module = family(name)
     tokens = torch.randint(1, 97, (4, 19))
     exact = copy.deepcopy(module).double()(tokens).logits
     half = module.to(dtype)
-    theirs = (half(tokens).logits.double() - exact).norm()
     model = programs.load(half)
+    sparse = any(isinstance(each.mlp, F.MoEConfig) for each in model.config.layers)
+
+    def error(logits):
+        each = (logits.double() - exact).norm(dim=-1)
+        return each.median() if sparse else each.norm()
+
     with torch.no_grad():
-        ours = (F.decoder(model.params, tokens, model.config)[0].double() - exact).norm()
-    assert ours <= 1.5 * theirs
+        assert error(F.decoder(model.params, tokens, model.config)[0]) <= 1.5 * error(half(tokens).logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -80,10 +85,10 @@ def test_there_and_back_is_bitwise(name, tmp_path):
     assert model.eos_token_id == (5, 7)
     programs.save(model, tmp_path / "ours", max_shard_size="30kB")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    names = dict(module.named_parameters())
-    assert list(names) == list(dict(again.named_parameters()))
-    for name, parameter in again.named_parameters():
-        assert torch.equal(parameter, names[name]), name
+    tensors = module.state_dict()
+    assert list(tensors) == list(again.state_dict())
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, tensors[name]), name
     assert again.generation_config.eos_token_id == [5, 7]
     theirs, config = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("theirs", "ours"))
     assert {k: config.get(k) for k in theirs} == theirs | {"eos_token_id": [5, 7]}

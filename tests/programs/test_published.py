@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from expecttest import assert_expected_inline
+from meshfn import functional as F
 from meshfn import programs
 
 from .published import PUBLISHED
 
 
 def summary(model: programs.Model) -> str:
-    """`llama 134.5 M bfloat16 30 layers, default 8192` of a model: what a reader can check against its card."""
+    """`llama 134.5 M bfloat16, 30 layers, default 100000` of a model: what a reader can check against its card."""
     layers = model.config.layers
+    latent = ", latent" if any(isinstance(each.attention, F.MLAConfig) for each in layers) else ""
+    sparse = [each.mlp for each in layers if isinstance(each.mlp, F.MoEConfig)]
+    experts = f", {len(sparse)} with {sparse[0].num_experts} experts" if sparse else ""
     windows = [each.attention.window for each in layers if each.attention.window is not None]
     ropes = dict.fromkeys(each.attention.rope for each in layers if each.attention.rope)
     turns = ", ".join(
@@ -20,7 +24,8 @@ def summary(model: programs.Model) -> str:
     window = f", {len(windows)} with a window of {windows[0]}" if windows else ""
     dtype = str(model.dtype).removeprefix("torch.")
     return (
-        f"{model.family.model_type} {model.num_parameters / 1e6:.1f} M {dtype}, {len(layers)} layers{window}, {turns}"
+        f"{model.family.model_type} {model.num_parameters / 1e6:.1f} M {dtype}, {len(layers)} layers{latent}{experts}{window}, "
+        f"{turns}"
     )
 
 
@@ -74,5 +79,11 @@ microsoft/phi-2: phi 2779.7 M float16, 32 layers, default 10000 of 0.4
 nvidia/Nemotron-Mini-4B-Instruct: nemotron 4190.5 M bfloat16, 32 layers, default 10000 of 0.5
 CohereForAI/c4ai-command-r-v01: cohere 34980.8 M float16, 40 layers, default 8e+06
 CohereForAI/aya-23-8B: cohere 8028.0 M float16, 32 layers, default 10000
-openai/gpt-oss-20b: family gpt_oss: its 32 experts a layer are not computed yet, only its attention""",
+deepseek-ai/DeepSeek-V2-Lite: deepseek_v2 15706.5 M bfloat16, 27 layers, latent, 26 with 64 experts, yarn 10000
+deepseek-ai/DeepSeek-V3: deepseek_v3 671026.4 M bfloat16, 61 layers, latent, 58 with 256 experts, yarn 10000
+moonshotai/Kimi-K2-Instruct: deepseek_v3 1026408.2 M bfloat16, 61 layers, latent, 60 with 384 experts, yarn 50000
+zai-org/GLM-4.7-Flash: glm4_moe_lite 29943.4 M bfloat16, 47 layers, latent, 46 with 64 experts, default 1e+06
+Qwen/Qwen3-30B-A3B: qwen3_moe 30532.1 M bfloat16, 48 layers, 48 with 128 experts, default 1e+06
+mistralai/Mixtral-8x7B-v0.1: mixtral 46702.8 M bfloat16, 32 layers, 32 with 8 experts, default 1e+06
+openai/gpt-oss-20b: gpt_oss 20914.8 M float32, 24 layers, 24 with 32 experts, 12 with a window of 128, yarn 150000""",
     )
