@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import warnings
 
 import torch
 from meshfn import functional as F
 from meshfn import programs
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
+# transformers renames an argument, and takes the old name until 5.40.
+warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
 CONTEXTS = (128, 512, 1024, 2048, 4096)
 STEPS, ROUNDS = 8, 5
 
@@ -75,7 +78,7 @@ class Theirs:
         self.cache = DynamicCache(config=self.module.config)
         for chunk in tokens.split(512, 1):
             out = self.module(chunk, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.first, self.length = out.logits[:, -1:].argmax(-1), tokens.shape[1]
+        self.first = out.logits[:, -1:].argmax(-1)
 
     @torch.no_grad()
     def _run(self) -> list[int]:
@@ -84,7 +87,7 @@ class Theirs:
             logits = self.module(token, past_key_values=self.cache, use_cache=True).logits
             token = logits[:, -1:].argmax(-1)
             found.append(int(token))
-        self.cache.crop(self.length)
+        self.cache.crop(-STEPS)
         return found
 
     def steps(self) -> float:
