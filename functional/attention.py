@@ -172,6 +172,11 @@ def attention(
     parts, `ValueError` for segment_ids with a cache, and where dropout is differentiated.
     """
     check_presence("attention", params, cfg)
+    if cache is not None and not isinstance(cache, KVCache):
+        raise TypeError(
+            f"attention(cache=...): a KVCache is needed, not {type(cache).__name__}, of another kind of layer\n"
+            "    fix: empty_caches(configs, ...) makes one a layer"
+        )
     refuse_dropout("attention", "attention_dropout", cfg.attention_dropout, x, params)
     # H, K and G are the rank's own, as its weights have them.
     widths = {letter: n for letter, n in cfg.sizes.items() if letter not in "HKG"}

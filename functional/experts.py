@@ -23,7 +23,7 @@ __all__ = ["expert_mlp", "gated"]
 @primitive
 def expert_mlp(
     x: Tensor,
-    index: Tensor,
+    indices: Tensor,
     weights: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -35,7 +35,7 @@ def expert_mlp(
     swiglu_limit: float | None = None,
     swiglu_alpha: float = 1.702,
 ) -> Tensor:
-    """x `... D`, index and weights `... J`, gate and up `X F D`, down `X D F`, biases `X F` -> `... D` in x's dtype.
+    """x `... D`, indices and weights `... J`, gate and up `X F D`, down `X D F`, biases `X F` -> `... D` in x's dtype.
 
     Rows are sorted by expert and multiplied group by group: an expert that nobody chose is not read.
     swiglu_limit: gpt_oss's gate, with g and u clamped (g from above alone): `(u + 1) g sigmoid(swiglu_alpha g)`.
@@ -43,7 +43,7 @@ def expert_mlp(
     check_shapes(
         "expert_mlp",
         x=(x, "... D"),
-        index=(index, "... J"),
+        indices=(indices, "... J"),
         weights=(weights, "... J"),
         gate=(gate, "X F D"),
         up=(up, "X F D"),
@@ -52,8 +52,8 @@ def expert_mlp(
         up_bias=(up_bias, "X F"),
     )
     check_activation("expert_mlp", "activation", activation)
-    chosen = index.shape[-1]
-    expert = index.reshape(-1)
+    chosen = indices.shape[-1]
+    expert = indices.reshape(-1)
     order = expert.argsort(stable=True)
     counts = torch.zeros_like(gate[:, 0, 0], dtype=torch.int64).scatter_add(0, expert, torch.ones_like(expert))
     rows = x.reshape(-1, x.shape[-1])[order // chosen]
@@ -62,7 +62,8 @@ def expert_mlp(
         g, u = g + gate_bias[expert[order]], u + up_bias[expert[order]]
     y = grouped_linear(gated(g, u, activation, swiglu_limit, swiglu_alpha), down, counts)
     y_NJD = wide(y[order.argsort()]).unflatten(0, (-1, chosen))
-    return (y_NJD * weights.reshape(-1, chosen, 1)).sum(1).to(x.dtype).view(x.shape)
+    out_ND: Tensor = (y_NJD * weights.reshape(-1, chosen, 1)).sum(1)
+    return out_ND.to(x.dtype).view(x.shape)
 
 
 def gated(g: Tensor, u: Tensor, activation: str, swiglu_limit: float | None, swiglu_alpha: float) -> Tensor:

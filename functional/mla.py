@@ -119,7 +119,7 @@ def mla(
     latents, gate = _down(params, x_BSD, cfg)
     q_latent, kv_latent, key_rope = latents
     cos, sin = _tables(positions, rope, cfg, x.dtype)
-    if cos is not None:
+    if cos is not None and sin is not None:
         key_rope = rotary(key_rope[:, :, None], cos, sin, interleaved=cfg.interleaved)
         key_rope = key_rope[:, :, 0]
     positions = positions.expand(x.shape[:2])
@@ -130,7 +130,7 @@ def mla(
     assert local is not None  # check_presence has seen that one of them is there
     q_BSHE = linear(q_latent, local)
     q_BSHE = q_BSHE.unflatten(-1, (-1, cfg.qk_head_dim))
-    if cos is not None:
+    if cos is not None and sin is not None:
         q_BSHE = _turned(q_BSHE, cos, sin, cfg, rotary, wire.heads(sent=True))
     kv_b, kv_latent, key_rope, k_positions, k_ids = wire.receive(sent, kv_b=params.kv_b)
     if cache is not None:
@@ -181,7 +181,8 @@ def mla_queries(
     weight = params.q_b if params.q is None else params.q
     assert weight is not None
     rows = check_range("mla_queries", heads, weight, cfg.qk_head_dim)
-    return linear(q_latent, weight[rows]).unflatten(-1, (-1, cfg.qk_head_dim))
+    q: Tensor = linear(q_latent, weight[rows]).unflatten(-1, (-1, cfg.qk_head_dim))
+    return q
 
 
 def mla_expand(

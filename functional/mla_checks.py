@@ -28,7 +28,7 @@ def check_call(
     """The arguments of `mla`. Heads are the rank's own, as its weights have them."""
     if cache is not None and not isinstance(cache, LatentCache):
         raise TypeError(
-            f"mla(cache=...): a LatentCache is needed, not {type(cache).__name__}, which is of another kind of layer\n"
+            f"mla(cache=...): a LatentCache is needed, not {type(cache).__name__}, of another kind of layer\n"
             "    fix: empty_caches(configs, ...) makes one a layer"
         )
     widths = {letter: n for letter, n in cfg.sizes.items() if letter != "H"}

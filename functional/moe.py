@@ -129,10 +129,10 @@ class MoE(Tree):
 
 
 class Routing(NamedTuple):
-    """What a router decided: index `B S J` of the chosen experts, the best first; weights `B S J` and scores `B S X`,
+    """What a router decided: indices `B S J` of the chosen experts, the best first; weights `B S J` and scores `B S X`,
     both in fp32 at least. Scores are before the correction bias."""
 
-    index: Tensor
+    indices: Tensor
     weights: Tensor
     scores: Tensor
 
@@ -166,7 +166,7 @@ def moe(
     routing = route(params, h_BSD, cfg)
     out_BSD = expert_mlp(
         h_BSD,
-        routing.index,
+        routing.indices,
         routing.weights,
         params.gate,
         params.up,
@@ -180,7 +180,7 @@ def moe(
     out_BSD = wire.pass_(out=out_BSD)
     # Biases and norms come after the edge, which may be a sum over ranks.
     if params.down_bias is not None:
-        biases = wide(params.down_bias)[routing.index]
+        biases = wide(params.down_bias)[routing.indices]
         out_BSD = out_BSD + (routing.weights[..., None] * biases).sum(-2).to(x.dtype)
     if params.shared is not None and cfg.shared is not None:
         shared_BSD = mlp(params.shared, h_BSD, cfg.shared, wire=wire.scope("shared"))
@@ -198,13 +198,13 @@ def route(params: MoE, x: Tensor, cfg: MoEConfig) -> Routing:
     logits = linear(as_dtype(x, dtype), as_dtype(params.router, dtype), bias)
     scores = logits.softmax(-1) if cfg.scoring_func == "softmax" else logits.sigmoid()
     choice = scores if params.correction_bias is None else scores + as_dtype(params.correction_bias, dtype)
-    index = _highest(_of_groups(choice.detach(), cfg), cfg.num_experts_per_tok)
-    weights = scores.gather(-1, index)
+    indices = _highest(_of_groups(choice.detach(), cfg), cfg.num_experts_per_tok)
+    weights = scores.gather(-1, indices)
     if cfg.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     if cfg.routed_scaling_factor != 1:
         weights = weights * cfg.routed_scaling_factor
-    return Routing(index, weights, scores)
+    return Routing(indices, weights, scores)
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
@@ -220,14 +220,15 @@ def _of_groups(choice: Tensor, cfg: MoEConfig) -> Tensor:
     best = by_group.sort(-1, descending=True).values[..., : cfg.group_score_topk].sum(-1)
     taken = _highest(best, cfg.topk_group)
     out = torch.ones_like(best, dtype=torch.bool).scatter(-1, taken, False)
-    return by_group.masked_fill(out[..., None], -torch.inf).flatten(-2)
+    left: Tensor = by_group.masked_fill(out[..., None], -torch.inf)
+    return left.flatten(-2)
 
 
 def expert_counts(routing: Routing, mask: Tensor | None = None) -> Tensor:
     """-> `X`, how many tokens chose each expert. mask: boolean, `B S`, which tokens count."""
-    chosen = torch.ones_like(routing.index) if mask is None else mask[..., None].expand_as(routing.index).long()
+    chosen = torch.ones_like(routing.indices) if mask is None else mask[..., None].expand_as(routing.indices).long()
     counts = torch.zeros(routing.scores.shape[-1], dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add(0, routing.index.flatten(), chosen.flatten())
+    return counts.scatter_add(0, routing.indices.flatten(), chosen.flatten())
 
 
 def balance_loss(routings: Routing | Sequence[Routing | None], mask: Tensor | None = None) -> Tensor:
@@ -237,12 +238,13 @@ def balance_loss(routings: Routing | Sequence[Routing | None], mask: Tensor | No
     given = [routings] if isinstance(routings, Routing) else [each for each in routings if each is not None]
     if not given:
         raise ValueError("balance_loss(routings=...): no layer has experts")
-    counts, mean, tokens = 0.0, 0.0, 0.0
+    counts, scores, tokens = [], [], []
     for each in given:
         p = each.scores / each.scores.sum(-1, keepdim=True)
         here = torch.ones_like(p[..., 0]) if mask is None else mask.to(p.dtype)
-        counts = counts + expert_counts(each, mask).to(p.dtype)
-        mean = mean + (p * here[..., None]).flatten(0, -2).sum(0)
-        tokens = tokens + here.sum()
-    loss: Tensor = (counts / tokens * (mean / tokens)).sum() * given[0].scores.shape[-1]
-    return loss
+        counts.append(expert_counts(each, mask).to(p.dtype))
+        scores.append((p * here[..., None]).flatten(0, -2).sum(0))
+        tokens.append(here.sum())
+    rows = torch.stack(tokens).sum().clamp_min(1)
+    share, mean = torch.stack(counts).sum(0) / rows, torch.stack(scores).sum(0) / rows
+    return (share * mean).sum() * given[0].scores.shape[-1]

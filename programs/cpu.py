@@ -201,25 +201,24 @@ def absorbed_core(
     see = visible(q_positions=q_positions, k_positions=k_positions, **rules)
     wk_HNL, wv_HVL = split_heads(kv_b, q.shape[2], nope_dim)
     q_BSHE = wide(present(q, q_positions))
-    few = q.shape[0] * q.shape[1] <= MOST_TOKENS
-    if few:
+    if q.shape[0] * q.shape[1] <= MOST_TOKENS:
         q_BSHL = (_once(q_BSHE)[..., :nope_dim, None] * wide(wk_HNL)).sum(-2)
     else:
         q_BSHL = torch.einsum("bshn,hnl->bshl", q_BSHE[..., :nope_dim], wide(wk_HNL))
     q_BSHE = torch.cat((q_BSHL, q_BSHE[..., nope_dim:]), -1)
     absent = None if k_positions is None else (k_positions < 0).expand(latent.shape[:2])
-    o_BSHL = latent_attention(q_BSHE, latent, see, absent, kv_b.shape[1], softmax_scale)
-    if few:
-        o = (o_BSHL[..., None, :] * wide(wv_HVL)).sum(-1).to(latent.dtype)
+    o_BSHL: Tensor = latent_attention(q_BSHE, latent, see, absent, kv_b.shape[1], softmax_scale)
+    if q.shape[0] * q.shape[1] <= MOST_TOKENS:
+        o_BSHV = (o_BSHL[..., None, :] * wide(wv_HVL)).sum(-1).to(latent.dtype)
     else:
-        o = torch.einsum("bshl,hvl->bshv", o_BSHL, wide(wv_HVL)).to(latent.dtype)
-    return o if see is None else o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
+        o_BSHV = torch.einsum("bshl,hvl->bshv", o_BSHL, wide(wv_HVL)).to(latent.dtype)
+    return o_BSHV if see is None else o_BSHV.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0)
 
 
 @_op
 def expert_mlp(
     x: Tensor,
-    index: Tensor,
+    indices: Tensor,
     weights: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -235,7 +234,7 @@ def expert_mlp(
     dtype = torch.promote_types(x.dtype, torch.float32)
     out = []
     for x_D, e_J, w_J in zip(
-        _once(wide(x.reshape(-1, x.shape[-1]))), index.flatten(0, -2), weights.flatten(0, -2), strict=True
+        _once(wide(x.reshape(-1, x.shape[-1]))), indices.flatten(0, -2), weights.flatten(0, -2), strict=True
     ):
         g_JF, u_JF = ((x_D * w[e_J].to(dtype)).sum(-1) for w in (gate, up))
         if gate_bias is not None and up_bias is not None:
@@ -291,7 +290,7 @@ def _flash(call: Call) -> str | None:
 def _chosen(call: Call) -> str | None:
     if (tokens := _tokens(call.arguments["x"])) > MOST_TOKENS:
         return f"{tokens} tokens, at most {MOST_TOKENS}"
-    experts, choices = call.arguments["gate"].shape[0], call.arguments["index"].numel()
+    experts, choices = call.arguments["gate"].shape[0], call.arguments["indices"].numel()
     return f"{choices} choices among {experts} experts" if choices > experts else None
 
 

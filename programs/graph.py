@@ -17,6 +17,7 @@ from torch import fx
 
 from .. import functional as F
 from ..functional import tree
+from ..functional.cache import Cache
 from .dynamo import op_name, region_of, source_of, value_of
 from .lower import primitive_name
 
@@ -36,7 +37,7 @@ class LeafPaths:
     caches: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, params: F.Decoder, caches: Sequence[F.KVCache]) -> LeafPaths:
+    def of(cls, params: F.Decoder, caches: Sequence[Cache]) -> LeafPaths:
         return cls(tuple(tuple(tree.paths(p)) for p in params.layers), tuple(tuple(tree.paths(c)) for c in caches))
 
 

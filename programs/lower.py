@@ -52,7 +52,7 @@ def share_read(node: fx.Node) -> Fraction:
     bound = _bound(node)
     if primitive_name(node) != "expert_mlp":
         return Fraction(1)
-    return min(Fraction(1), Fraction(value_of(bound["index"]).numel(), value_of(bound["gate"]).shape[0]))
+    return min(Fraction(1), Fraction(value_of(bound["indices"]).numel(), value_of(bound["gate"]).shape[0]))
 
 
 def _bound(node: fx.Node) -> Mapping[str, Any]:

@@ -98,7 +98,8 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
         x, new = F.layer(params, x, kind, positions=positions, rope=rope or None, cache=cache, read=read, core=core)
         for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):
             old.copy_(value)
-        return x
+        out: Tensor = x
+        return out
 
     return run
 
@@ -144,7 +145,8 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
             core=core,
             layer=layers[core],
         )
-        return x
+        out: Tensor = x
+        return out
 
     def prefill(
         params: F.Decoder,

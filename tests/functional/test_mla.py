@@ -267,10 +267,8 @@ def test_arguments_that_cannot_be_are_refused():
     x, positions = torch.randn(2, 5, 20), torch.arange(5)[None]
     cos, sin = F.rope_tables(positions, cfg.rope, 4)
     ids = torch.zeros(2, 5, dtype=torch.long)
-    (kv,) = F.empty_caches(
-        [F.AttentionConfig(hidden_size=20, num_attention_heads=2, num_key_value_heads=1, head_dim=4)], 2, 8,
-        dtype=torch.float32,
-    )  # fmt: skip
+    other = F.AttentionConfig(hidden_size=20, num_attention_heads=2, num_key_value_heads=1, head_dim=4)
+    (kv,) = F.empty_caches([other], 2, 8, dtype=torch.float32)
     (half,) = F.empty_caches([cfg], 2, 8, dtype=torch.bfloat16)
     (mine,) = F.empty_caches([cfg], 2, 8, dtype=torch.float32)
     bad = [
@@ -296,6 +294,7 @@ def test_arguments_that_cannot_be_are_refused():
         refused(F.mla_expand, params, latent, key, cfg, heads=(1, 4)),
         refused(F.mla_queries, params, torch.randn(2, 5, 8), cfg, heads=range(2, 2)),
         refused(F.mla, dataclasses.replace(params, gate=torch.randn(21, 20)), x, cfg, positions=positions),
+        refused(F.attention, F.Attention.init(other, 0), x, other, positions=positions, cache=mine),
         refused(F.mla, params, x, dataclasses.replace(cfg, rope=None), positions=positions, rope=(cos, sin)),
     ]
     assert_expected_inline(
@@ -323,7 +322,7 @@ ShapeError: mla(segment_ids=...): S is 5 in x but 3 in segment_ids
     segment_ids: B S = 2 3
                          ^
     so far: D=20 Q=8 N=5 R=4 E=9 V=7 L=13 NV=12 LR=17 B=2 S=5 H=3
-TypeError: mla(cache=...): a LatentCache is needed, not KVCache, which is of another kind of layer
+TypeError: mla(cache=...): a LatentCache is needed, not KVCache, of another kind of layer
     fix: empty_caches(configs, ...) makes one a layer
 TypeError: mla(cache=...): its dtype is torch.bfloat16, that of x torch.float32
 ValueError: mla: segment_ids with a cache
@@ -346,6 +345,8 @@ ValueError: mla_queries(heads=(2, 2)): outside the projection, which has 3 heads
     fix: 0 <= first < end <= 3
 TreeError: mla: the config says output_gate=False, but MLA has .gate
     fix: MLA.init(cfg, seed) makes what the config asks for
+TypeError: attention(cache=...): a KVCache is needed, not LatentCache, of another kind of layer
+    fix: empty_caches(configs, ...) makes one a layer
 ValueError: mla(rope=...): the config has rope=None, a layer without positions
     fix: leave rope out""",
     )

@@ -139,13 +139,13 @@ def test_equal_scores_choose_the_lowest_index():
     cfg = tiny(num_experts=64, num_experts_per_tok=5)
     params = make(cfg, dtype=torch.float32)
     params = F.tree.replace(params, {".router": torch.zeros(64, 10)})
-    assert (F.route(params, torch.randn(3, 40, 10), cfg).index == torch.arange(5)).all()
+    assert (F.route(params, torch.randn(3, 40, 10), cfg).indices == torch.arange(5)).all()
     cfg = tiny(num_experts=64, num_experts_per_tok=5, n_group=8, topk_group=2)
-    assert (F.route(params, torch.randn(3, 40, 10), cfg).index == torch.arange(5)).all()
+    assert (F.route(params, torch.randn(3, 40, 10), cfg).indices == torch.arange(5)).all()
     rows = torch.zeros(64, 10).index_fill(0, torch.tensor([7, 40, 41]), 1.0)
     params = F.tree.replace(params, {".router": rows})
-    assert (F.route(params, torch.ones(2, 1, 10), cfg).index == torch.tensor([40, 41, 0, 1, 2])).sum() == 0
-    assert F.route(params, torch.ones(1, 1, 10), tiny(num_experts=64, num_experts_per_tok=5)).index.tolist() == [
+    assert (F.route(params, torch.ones(2, 1, 10), cfg).indices == torch.tensor([40, 41, 0, 1, 2])).sum() == 0
+    assert F.route(params, torch.ones(1, 1, 10), tiny(num_experts=64, num_experts_per_tok=5)).indices.tolist() == [
         [[7, 40, 41, 0, 1]]
     ]
 
@@ -171,7 +171,7 @@ def test_one_token_reads_the_chosen_experts_alone():
     cfg = tiny(num_experts=16)
     params = make(cfg)
     x = torch.randn(1, 1, 10, dtype=torch.float64)
-    index = F.route(params, x, cfg).index.flatten().tolist()
+    index = F.route(params, x, cfg).indices.flatten().tolist()
     wanted = F.moe(params, x, cfg)
     with Read([params.gate, params.up, params.down]) as read:
         F.moe(params, x, cfg)
@@ -252,7 +252,7 @@ def test_balance_loss_and_counts_are_transformers_over_layers_and_masks():
         torch.testing.assert_close(found, wanted.double(), rtol=1e-6, atol=1e-7)
     assert F.expert_counts(routings[0]).sum() == 2 * 5 * 2
     assert F.expert_counts(routings[0], mask).sum() == 2 * mask.sum()
-    counts = torch.bincount(routings[0].index.flatten(), minlength=6)
+    counts = torch.bincount(routings[0].indices.flatten(), minlength=6)
     assert torch.equal(F.expert_counts(routings[0]), counts)
 
 
