@@ -66,8 +66,8 @@ def test_the_error_is_as_shown():
     assert f"ShapeError: {error.value}\n" in README
 
 
-def test_sharding(capsys):
-    for word in ("sh.reshard(x.sin()", "layout.plan("):
+def test_what_snippets_print_is_shown(capsys):
+    for word in ("sh.reshard(x.sin()", "layout.plan(", "F.balance_loss("):
         code = snippet(word)
         exec(code, {})
         printed = capsys.readouterr().out
