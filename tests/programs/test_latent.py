@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -17,8 +15,8 @@ from .test_donation import largest_allocation
 CPU = torch.ops.meshfn_cpu
 
 
-def config(**more) -> F.DecoderConfig:
-    """A dense layer and two with experts, all of latent attention."""
+def config(dense: bool = True, **more) -> F.DecoderConfig:
+    """A dense layer, if wanted, and two with experts, all of latent attention."""
     norm = F.NormConfig(eps=1e-6)
     given = {
         "hidden_size": 32, "num_attention_heads": 3, "kv_lora_rank": 20, "q_lora_rank": 12, "qk_nope_head_dim": 10,
@@ -26,13 +24,13 @@ def config(**more) -> F.DecoderConfig:
         "initializer_range": 0.3,
     }  # fmt: skip
     attention = F.MLAConfig(**given | more)
-    dense = F.MLPConfig(hidden_size=32, intermediate_size=24, norm=norm, initializer_range=0.3)
+    plain = F.MLPConfig(hidden_size=32, intermediate_size=24, norm=norm, initializer_range=0.3)
     experts = F.MoEConfig(
         hidden_size=32, moe_intermediate_size=16, num_experts=12, num_experts_per_tok=3, scoring_func="sigmoid",
         norm_topk_prob=True, correction_bias=True, n_group=3, topk_group=2, norm=norm, initializer_range=0.3,
         shared=F.MLPConfig(hidden_size=32, intermediate_size=8),
     )  # fmt: skip
-    layers = tuple(F.LayerConfig(attention=attention, mlp=mlp) for mlp in (dense, experts, experts))
+    layers = tuple(F.LayerConfig(attention=attention, mlp=mlp) for mlp in (plain, experts, experts)[not dense :])
     return F.DecoderConfig(vocab_size=97, hidden_size=32, layers=layers, initializer_range=0.3)
 
 
@@ -46,7 +44,8 @@ def model(cfg: F.DecoderConfig, dtype: torch.dtype = torch.float32) -> programs.
 @pytest.fixture(scope="module")
 def pair():
     """By Inductor, since it is what writes in place, and eager. Chunks of 8 are absorbed here."""
-    both = [programs.build(model(config()), batch=2, max_len=1000, chunk=8, compile=c) for c in (True, False)]
+    cfg = config(dense=False)
+    both = [programs.build(model(cfg), batch=2, max_len=1000, chunk=8, compile=c) for c in (True, False)]
     for program in both:
         for cache in program.cache:
             cache.latent.fill_(torch.nan)
@@ -68,8 +67,8 @@ def test_compiled_equals_eager_and_the_plain_function_with_one_compile_each(pair
 def test_the_cache_is_latents_alone_and_a_step_writes_one_slot_in_place(pair):
     compiled, _ = pair
     slots = compiled.sizes.slots
-    assert [c.latent.shape for c in compiled.cache] == [(2, slots, 20 + 6)] * 3
-    assert compiled.plan.cache == 3 * 2 * slots * 26 * 4  # nothing a head
+    assert [c.latent.shape for c in compiled.cache] == [(2, slots, 20 + 6)] * 2
+    assert compiled.plan.cache == 2 * 2 * slots * 26 * 4  # nothing a head
     state = compiled.prefill([[5] * 95, [6] * 7])
     before = [c.latent.view(torch.int32).clone() for c in compiled.cache]
     assert largest_allocation(lambda: compiled.decode(state)) < before[0].nbytes / 2
@@ -101,8 +100,7 @@ def test_absorbed_decode_reads_the_live_projection(pair):
 def test_long_chunks_are_expanded_and_sizes_stay_dynamic(monkeypatch):
     """A chunk of 64 queries, in a ring."""
     monkeypatch.setattr(dynamo, "inductor", torch._dynamo.lookup_backend("aot_eager"))
-    cfg = config(window=40)
-    cfg = dataclasses.replace(cfg, layers=cfg.layers[1:])
+    cfg = config(dense=False, window=40)
     given = model(cfg)
     program = programs.build(given, batch=2, max_len=150, chunk=64)
     for cache in program.cache:
@@ -229,14 +227,14 @@ def test_chosen_experts_equal_the_grouped_ones(options):
 
 def test_half_precision_keeps_what_is_stored_in_fp32():
     """The router and its correction decide who computes: a program in bfloat16 reads them as they are."""
-    given = model(config())
+    given = model(config(dense=False))
     program = programs.build(given, batch=1, max_len=20, chunk=8, dtype=torch.bfloat16, compile=False)
     live = program._weights.live() if program._weights._converted else None
     program.generate([[1, 2, 3]], max_new_tokens=4)
     live = live or program._weights.live()
-    assert live.layers[1].mlp.router is not given.params.layers[1].mlp.router
-    assert live.layers[1].mlp.router.dtype == live.layers[1].mlp.correction_bias.dtype == torch.float32
-    assert live.layers[1].mlp.router.data_ptr() == given.params.layers[1].mlp.router.data_ptr()
-    assert live.layers[1].mlp.gate.dtype == torch.bfloat16
+    assert live.layers[0].mlp.router is not given.params.layers[0].mlp.router
+    assert live.layers[0].mlp.router.dtype == live.layers[0].mlp.correction_bias.dtype == torch.float32
+    assert live.layers[0].mlp.router.data_ptr() == given.params.layers[0].mlp.router.data_ptr()
+    assert live.layers[0].mlp.gate.dtype == torch.bfloat16
     routers = sum(t.numel() for p, t in F.tree.paths(given.params).items() if "router" in p or "correction" in p)
     assert program.plan.converted == 2 * (given.num_parameters - routers)
