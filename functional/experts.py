@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .core import wide
+from .core import as_dtype, wide
 from .grouped import grouped_linear
 from .mlp import ACTIVATIONS, check_activation
 from .primitive import primitive
@@ -55,8 +55,9 @@ def expert_mlp(
     chosen = indices.shape[-1]
     expert = indices.reshape(-1)
     order = expert.argsort(stable=True)
-    counts = torch.zeros_like(gate[:, 0, 0], dtype=torch.int64).scatter_add(0, expert, torch.ones_like(expert))
-    rows = x.reshape(-1, x.shape[-1])[order // chosen]
+    counts = torch.zeros(gate.shape[0], dtype=torch.int64, device=gate.device)
+    counts = counts.scatter_add(0, expert, torch.ones_like(expert))
+    rows = as_dtype(x.reshape(-1, x.shape[-1])[order // chosen], gate.dtype)  # other than x's under autocast
     g, u = grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts)
     if gate_bias is not None and up_bias is not None:
         g, u = g + gate_bias[expert[order]], u + up_bias[expert[order]]

@@ -11,6 +11,7 @@ Letters: M rows, X experts, I and O the widths of a weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x `M I`, weight `X O I`, counts `X` (rows of each expert, M in all; integers) -> `M O`."""
-    y: Tensor = _GroupedLinear.apply(x, weight, counts)
+    kind = _GroupedLinear if torch.compiler.is_compiling() else _ForwardLinear
+    y: Tensor = kind.apply(x, weight, counts)
     return y
 
 
 def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     """y `M O`, x `M I`, counts `X` -> `X O I`, zeros for an expert without rows."""
-    found: Tensor = _GroupedOuter.apply(y, x, counts)
+    kind = _GroupedOuter if torch.compiler.is_compiling() else _ForwardOuter
+    found: Tensor = kind.apply(y, x, counts)
     return found
 
 
@@ -67,9 +70,10 @@ def _torch_takes(x: Tensor, weight: Tensor) -> bool:
         row, column = t.stride()[-2:]
         apart, width = (row, column) if column == 1 else (column, row)
         strides = (apart, *t.stride()[:-2])
-        return width == 1 and all(n * t.element_size() % 16 == 0 for n in strides) and t.data_ptr() % 16 == 0
+        aligned = all(n > 0 and n * t.element_size() % 16 == 0 for n in strides) and t.data_ptr() % 16 == 0
+        return width == 1 and t.numel() > 0 and aligned
 
-    return x.dtype in _FORMATS and x.numel() > 0 and lies_well(x) and lies_well(weight)
+    return x.dtype == weight.dtype and x.dtype in _FORMATS and lies_well(x) and lies_well(weight)
 
 
 _linear_op = torch.library.custom_op("meshfn_experts::grouped_linear", _linear, mutates_args=())
@@ -86,27 +90,43 @@ def _(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return x.new_empty(counts.shape[0], y.shape[1], x.shape[1])
 
 
+def _opaque(counts: Tensor) -> bool:
+    """Whether the counts have no values here: in a graph that is being traced, on the meta device, or faked."""
+    return torch.compiler.is_compiling() or counts.is_meta or type(counts) is not Tensor
+
+
 class _Grouped(torch.autograd.Function):
     """What the two have in common. The operators' own autograd does not go through `torch.func`; this does."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
-    @classmethod
-    def by_sample(cls, info: Any, in_dims: tuple[int | None, ...], args: tuple[Tensor, ...]) -> tuple[Tensor, int]:
-        """Samples have other counts, so each is computed by itself."""
-        samples = [
-            cls.apply(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        return torch.stack(samples), 0
+
+def _by_sample(
+    fn: Callable[..., Tensor], info: Any, in_dims: tuple[int | None, ...], args: tuple[Tensor, ...]
+) -> tuple[Tensor, int]:
+    """Samples have other counts, so each is computed by itself."""
+    samples = [
+        fn(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+    return torch.stack(samples), 0
+
+
+def _tangent(fn: Callable[..., Tensor], ctx: Any, a: Tensor | None, b: Tensor | None) -> Tensor:
+    """Both products are linear in each of their two arguments."""
+    first, second, counts = ctx.saved_tensors
+    parts = [] if a is None else [fn(a, second, counts)]
+    parts += [] if b is None else [fn(first, b, counts)]
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
 class _GroupedLinear(_Grouped):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        found: Tensor = (_linear_op if torch.compiler.is_compiling() else _linear)(x, weight, counts)
+        found: Tensor = (_linear_op if _opaque(counts) else _linear)(x, weight, counts)
         return found
 
     @staticmethod
@@ -119,13 +139,13 @@ class _GroupedLinear(_Grouped):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
-        return _GroupedLinear.by_sample(info, in_dims, args)
+        return _by_sample(grouped_linear, info, in_dims, args)
 
 
 class _GroupedOuter(_Grouped):
     @staticmethod
     def forward(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
-        found: Tensor = (_outer_op if torch.compiler.is_compiling() else _outer)(y, x, counts)
+        found: Tensor = (_outer_op if _opaque(counts) else _outer)(y, x, counts)
         return found
 
     @staticmethod
@@ -138,4 +158,17 @@ class _GroupedOuter(_Grouped):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
-        return _GroupedOuter.by_sample(info, in_dims, args)
+        return _by_sample(grouped_outer, info, in_dims, args)
+
+
+# Forward mode has classes of its own, since Dynamo refuses a Function that has it.
+class _ForwardLinear(_GroupedLinear):
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        return _tangent(grouped_linear, ctx, *tangents[:2])
+
+
+class _ForwardOuter(_GroupedOuter):
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        return _tangent(grouped_outer, ctx, *tangents[:2])

@@ -44,6 +44,11 @@ def check_call(
         kv_b=(params.kv_b, "(H NV) L"),
         gate=(params.gate, "(H V) D"),
         o=(params.o, "D (H V)"),
+        q_norm=(params.q_norm, "Q"),
+        kv_norm=(params.kv_norm, "L"),
+        q_a_bias=(params.q_a_bias, "Q"),
+        kv_a_bias=(params.kv_a_bias, "LR"),
+        o_bias=(params.o_bias, "D"),
         segment_ids=(segment_ids, "B S"),
         cache=(None if cache is None else cache.latent, "B T LR"),
     )

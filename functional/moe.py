@@ -160,8 +160,13 @@ def moe(
         gate=(params.gate, "X F D"),
         up=(params.up, "X F D"),
         down=(params.down, "X D F"),
+        router_bias=(params.router_bias, "X"),
+        correction_bias=(params.correction_bias, "X"),
+        gate_bias=(params.gate_bias, "X F"),
+        up_bias=(params.up_bias, "X F"),
+        down_bias=(params.down_bias, "X D"),
+        shared_gate=(params.shared_gate, "I D"),
     )
-    wire = wire.layer(F=cfg.moe_intermediate_size)
     h_BSD = apply_norm(wire.pass_(x=x), params.norm, cfg.norm)
     routing = route(params, h_BSD, cfg)
     out_BSD = expert_mlp(
@@ -193,6 +198,9 @@ def moe(
 
 def route(params: MoE, x: Tensor, cfg: MoEConfig) -> Routing:
     """x `B S D`, normalised -> which experts compute each token, and how much each counts."""
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return route(params, x, cfg)
     dtype = torch.promote_types(torch.promote_types(x.dtype, params.router.dtype), torch.float32)
     bias = None if params.router_bias is None else as_dtype(params.router_bias, dtype)
     logits = linear(as_dtype(x, dtype), as_dtype(params.router, dtype), bias)
@@ -226,6 +234,7 @@ def _of_groups(choice: Tensor, cfg: MoEConfig) -> Tensor:
 
 def expert_counts(routing: Routing, mask: Tensor | None = None) -> Tensor:
     """-> `X`, how many tokens chose each expert. mask: boolean, `B S`, which tokens count."""
+    _check_mask("expert_counts", routing, mask)
     chosen = torch.ones_like(routing.indices) if mask is None else mask[..., None].expand_as(routing.indices).long()
     counts = torch.zeros(routing.scores.shape[-1], dtype=torch.int64, device=chosen.device)
     return counts.scatter_add(0, routing.indices.flatten(), chosen.flatten())
@@ -234,17 +243,30 @@ def expert_counts(routing: Routing, mask: Tensor | None = None) -> Tensor:
 def balance_loss(routings: Routing | Sequence[Routing | None], mask: Tensor | None = None) -> Tensor:
     """X sum_e f_e p_e, a scalar: f_e how many of an expert's choices a token makes on average, p_e its mean score (of
     scores that sum to 1), over all tokens and layers (Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6; J where experts
-    are even). mask: boolean, `B S`, which tokens count. A None is a layer without experts."""
+    are even). mask: boolean, `B S`, which tokens count. A None is a layer without experts. 0 where no token counts.
+    Raises `ValueError` where no layer has experts, or layers have other numbers of them."""
     given = [routings] if isinstance(routings, Routing) else [each for each in routings if each is not None]
-    if not given:
-        raise ValueError("balance_loss(routings=...): no layer has experts")
+    experts = {each.scores.shape[-1] for each in given}
+    if len(experts) != 1:
+        if not experts:
+            raise ValueError("balance_loss(routings=...): no layer has experts")
+        raise ValueError(
+            f"balance_loss(routings=...): layers have {', '.join(map(str, sorted(experts)))} experts\n"
+            "    fix: one loss for each number of them"
+        )
     counts, scores, tokens = [], [], []
     for each in given:
-        p = each.scores / each.scores.sum(-1, keepdim=True)
-        here = torch.ones_like(p[..., 0]) if mask is None else mask.to(p.dtype)
+        _check_mask("balance_loss", each, mask)
+        p = each.scores if mask is None else each.scores.masked_fill(~mask[..., None], 0)  # whatever stands there
         counts.append(expert_counts(each, mask).to(p.dtype))
-        scores.append((p * here[..., None]).flatten(0, -2).sum(0))
-        tokens.append(here.sum())
+        scores.append((p / (p.sum(-1, keepdim=True) + 1e-20)).flatten(0, -2).sum(0))
+        tokens.append(torch.ones_like(p[..., 0]).sum() if mask is None else mask.sum())
     rows = torch.stack(tokens).sum().clamp_min(1)
     share, mean = torch.stack(counts).sum(0) / rows, torch.stack(scores).sum(0) / rows
-    return (share * mean).sum() * given[0].scores.shape[-1]
+    return (share * mean).sum() * experts.pop()
+
+
+def _check_mask(function: str, routing: Routing, mask: Tensor | None) -> None:
+    check_shapes(function, indices=(routing.indices, "B S J"), scores=(routing.scores, "B S X"), mask=(mask, "B S"))
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"{function}(mask=...): a boolean mask is needed, true for tokens that count, not {mask.dtype}")

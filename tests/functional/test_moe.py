@@ -6,7 +6,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
-from meshfn.functional.grouped import grouped_linear, grouped_outer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -186,37 +185,6 @@ def test_one_token_reads_the_chosen_experts_alone():
     assert read.bytes == 2 * 3 * 7 * 10 * 8  # grouped: however many tokens
 
 
-@pytest.mark.parametrize(("rows", "width"), [(5, 7), (8, 16)], ids=["plain", "torch's"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_grouped_products(rows, width, dtype):
-    """Against a loop, whichever way they are computed; an expert without rows among them."""
-    torch.manual_seed(0)
-    counts = torch.tensor([0, 3, 0, rows - 3])
-    x, w = torch.randn(rows, width, dtype=dtype), torch.randn(4, 2 * width, width, dtype=dtype)
-    expert = torch.repeat_interleave(torch.arange(4), counts)
-    wanted = torch.stack([w[e].double() @ a.double() for e, a in zip(expert, x, strict=True)])
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
-    found = grouped_linear(x, w, counts)
-    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
-    outer = grouped_outer(found, x, counts)
-    for e in range(4):
-        here = found[expert == e].double().T @ x[expert == e].double()
-        torch.testing.assert_close(outer[e].double(), here, rtol=tolerance, atol=10 * tolerance)
-
-
-def test_grouped_products_differentiate_twice():
-    counts = torch.tensor([2, 0, 1])
-    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    for fn, args in (
-        (lambda x, w: grouped_linear(x, w, counts), (x, w)),
-        (lambda y, x: grouped_outer(y, x, counts), (y, x)),
-    ):
-        assert torch.autograd.gradcheck(fn, args)
-        assert torch.autograd.gradgradcheck(fn, args)
-
-
 def test_transforms_and_compile():
     cfg = tiny()
     params = make(cfg)
@@ -282,6 +250,60 @@ def test_half_precision_sums_in_fp32(dtype):
     assert error < {torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
 
 
+def test_the_loss_is_of_the_tokens_that_count():
+    """Whatever the others hold; 0 where none counts; and scores that all vanished are no division by zero."""
+    cfg = tiny(scoring_func="sigmoid")
+    params, x = make(cfg), torch.randn(2, 3, 10, dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    routing = F.route(params, x, cfg)
+    wanted = F.balance_loss(routing, mask)
+    holes = routing._replace(scores=routing.scores.masked_fill(~mask[..., None], torch.nan))
+    assert torch.equal(F.balance_loss(holes, mask), wanted)
+    router = params.router.clone().requires_grad_()
+    none = F.balance_loss(F.route(F.tree.replace(params, {".router": router}), x, cfg), torch.zeros_like(mask))
+    none.backward()
+    assert none == 0
+    assert router.grad.abs().max() == 0
+    assert F.balance_loss(routing._replace(scores=torch.zeros_like(routing.scores))).isfinite()
+
+
+def test_autocast_leaves_the_router_in_fp32():
+    cfg = tiny(hidden_size=16, moe_intermediate_size=16, shared=F.MLPConfig(hidden_size=16, intermediate_size=8))
+    params, x = make(cfg, dtype=torch.float32), torch.randn(2, 3, 16)
+    wanted = F.route(params, x, cfg)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = F.route(params, x, cfg)
+        out = F.moe(params, x.bfloat16(), cfg)
+    assert torch.equal(found.scores, wanted.scores)
+    assert torch.equal(found.indices, wanted.indices)
+    torch.testing.assert_close(out.float(), F.moe(params, x, cfg), rtol=5e-2, atol=5e-2)
+
+
+def test_forward_mode_and_second_order():
+    cfg = tiny()
+    params, x = make(cfg), torch.randn(1, 2, 10, dtype=torch.float64)
+    v = torch.randn_like(x)
+
+    def fn(x):
+        return F.moe(params, x, cfg).square().sum()
+
+    _, tangent = torch.func.jvp(fn, (x,), (v,))
+    torch.testing.assert_close(tangent, (torch.func.grad(fn)(x) * v).sum())
+    torch.testing.assert_close(torch.func.hessian(fn)(x), torch.autograd.functional.hessian(fn, x))
+    direction = F.tree.map(torch.randn_like, params)
+    _, tangent = torch.func.jvp(lambda p: F.moe(p, x, cfg).square().sum(), (params,), (direction,))
+    grads = torch.func.grad(lambda p: F.moe(p, x, cfg).square().sum())(params)
+    pairs = zip(F.tree.leaves(grads), F.tree.leaves(direction), strict=True)
+    torch.testing.assert_close(tangent, sum((a * b).sum() for a, b in pairs))
+
+
+def test_shapes_alone_without_values():
+    """On the meta device."""
+    cfg = tiny(bias=True)
+    params = F.MoE.abstract(cfg)
+    assert F.moe(params, torch.empty(2, 3, 10, device="meta"), cfg).shape == (2, 3, 10)
+
+
 def test_what_cannot_be_is_refused():
     mlp = F.MLPConfig(hidden_size=9, intermediate_size=5)
     bad = [
@@ -298,13 +320,21 @@ def test_what_cannot_be_is_refused():
         {"shared": mlp},
     ]
     lines = [refused(tiny, **each) for each in bad]
-    cfg = tiny()
+    cfg, biased = tiny(), tiny(bias=True)
+
+    def of(experts):
+        return F.Routing(torch.zeros(2, 3, 2, dtype=torch.long), torch.ones(2, 3, 2), torch.rand(2, 3, experts))
+
     params = make(cfg, dtype=torch.float32)
     lines += [
         refused(F.moe, params, torch.randn(2, 3, 9), cfg),
         refused(F.moe, params, torch.randn(2, 3, 10), cfg, return_routings=True, aux=1),
         refused(F.moe, F.tree.replace(params, {".down": torch.randn(6, 7, 10)}), torch.randn(2, 3, 10), cfg),
         refused(F.balance_loss, [None, None]),
+        refused(F.balance_loss, [of(6), of(4)]),
+        refused(F.balance_loss, of(6), torch.ones(1, 3, dtype=torch.bool)),
+        refused(F.balance_loss, of(6), torch.ones(2, 3)),
+        refused(F.moe, F.tree.replace(make(biased), {".down_bias": torch.randn(6, 1)}), torch.randn(2, 3, 10), biased),
     ]
     assert_expected_inline(
         "\n".join(lines),
@@ -336,5 +366,17 @@ ShapeError: moe(down=...): D is 10 in the config but 7 in down
     down: X D F = 6 7 10
                     ^
     so far: D=10 X=6 I=1 B=2 S=3 F=7
-ValueError: balance_loss(routings=...): no layer has experts""",
+ValueError: balance_loss(routings=...): no layer has experts
+ValueError: balance_loss(routings=...): layers have 4, 6 experts
+    fix: one loss for each number of them
+ShapeError: balance_loss(mask=...): B is 2 in indices but 1 in mask
+    indices: B S J = 2 3 2
+    mask   : B S = 1 3
+                   ^
+    so far: B=2 S=3 J=2 X=6
+TypeError: balance_loss(mask=...): a boolean mask is needed, true for tokens that count, not torch.float32
+ShapeError: moe(down_bias=...): D is 10 in the config but 1 in down_bias
+    down_bias: X D = 6 1
+                       ^
+    so far: D=10 X=6 I=1 B=2 S=3 F=7""",
     )

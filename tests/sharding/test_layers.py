@@ -116,8 +116,15 @@ def test_a_users_core_in_a_layer():
 
 def decoder():
     mlp = F.MLPConfig(hidden_size=24, intermediate_size=20, norm=NORM)
-    kinds = [CONFIGS["everything"], dataclasses.replace(CONFIGS["plain"], num_key_value_heads=2, norm=NORM)]
-    layers = tuple(F.LayerConfig(attention=a, mlp=mlp) for a in kinds)
+    experts = F.MoEConfig(
+        hidden_size=24, moe_intermediate_size=3, num_experts=5, num_experts_per_tok=2, norm=NORM, bias=True,
+        shared=F.MLPConfig(hidden_size=24, intermediate_size=6), shared_gate=True, initializer_range=0.3,
+    )  # fmt: skip
+    other = dataclasses.replace(CONFIGS["plain"], num_key_value_heads=2, norm=NORM)
+    layers = (
+        F.LayerConfig(attention=CONFIGS["everything"], mlp=mlp),
+        F.LayerConfig(attention=other, mlp=experts),
+    )
     cfg = F.DecoderConfig(vocab_size=31, hidden_size=24, layers=layers)
     return cfg, weights(F.Decoder.init(cfg, 0))
 

@@ -1,0 +1,45 @@
+"""Products of rows in groups, each with its own weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from meshfn.functional.grouped import grouped_linear, grouped_outer
+
+
+@pytest.mark.parametrize(("rows", "width"), [(5, 7), (8, 16)], ids=["plain", "torch's"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_grouped_products(rows, width, dtype):
+    """Against a loop, whichever way they are computed; an expert without rows among them."""
+    torch.manual_seed(0)
+    counts = torch.tensor([0, 3, 0, rows - 3])
+    x, w = torch.randn(rows, width, dtype=dtype), torch.randn(4, 2 * width, width, dtype=dtype)
+    expert = torch.repeat_interleave(torch.arange(4), counts)
+    wanted = torch.stack([w[e].double() @ a.double() for e, a in zip(expert, x, strict=True)])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    found = grouped_linear(x, w, counts)
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    outer = grouped_outer(found, x, counts)
+    for e in range(4):
+        here = found[expert == e].double().T @ x[expert == e].double()
+        torch.testing.assert_close(outer[e].double(), here, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_grouped_products_differentiate_twice():
+    counts = torch.tensor([2, 0, 1])
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for fn, args in (
+        (lambda x, w: grouped_linear(x, w, counts), (x, w)),
+        (lambda y, x: grouped_outer(y, x, counts), (y, x)),
+    ):
+        assert torch.autograd.gradcheck(fn, args)
+        assert torch.autograd.gradgradcheck(fn, args)
+
+
+def test_a_weight_whose_rows_are_one_row():
+    """A stride of 0, which torch's own grouped product refuses."""
+    one = torch.randn(4, 1, 16).expand(4, 8, 16)
+    found = grouped_linear(torch.ones(4, 16), one, torch.tensor([1, 0, 3, 0]))
+    torch.testing.assert_close(found, one.sum(-1)[[0, 2, 2, 2]], rtol=1e-4, atol=1e-5)
