@@ -19,7 +19,7 @@ from .decoder import (
 from .experts import expert_mlp
 from .latent import absorbed_attention
 from .loss import cross_entropy
-from .mla import MLA, MLAConfig, mla, mla_costs, mla_expand, mla_latents, mla_output, mla_queries
+from .mla import MLA, MLAConfig, mla, mla_costs, mla_expand, mla_latents, mla_output, mla_queries, mla_rotary
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
 from .moe import MoE, MoEConfig, Routing, balance_loss, expert_counts, moe, route
 from .norm import HeadNorm, Norm, NormConfig, layer_norm, linear, norm_linear, normalize, rms_norm
@@ -80,6 +80,7 @@ __all__ = [
     "mla_latents",
     "mla_output",
     "mla_queries",
+    "mla_rotary",
     "mlp",
     "moe",
     "next_token_loss",

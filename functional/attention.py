@@ -171,7 +171,7 @@ def attention(
     Raises `ShapeError` and `TypeError` naming the argument, `TreeError` where params and config ask for different
     parts, `ValueError` for segment_ids with a cache, and where dropout is differentiated.
     """
-    check_presence("attention", params, cfg)
+    check_presence("attention", params, cfg, Attention)
     if cache is not None and not isinstance(cache, KVCache):
         raise TypeError(
             f"attention(cache=...): a KVCache is needed, not {type(cache).__name__}, of another kind of layer\n"

@@ -188,6 +188,11 @@ def empty_caches(
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
     kinds = list(cfgs)
+    if any(not hasattr(each, "window") for each in kinds):
+        raise TypeError(
+            f"empty_caches(cfgs=...): configs of attention are needed, not {type(kinds[0]).__name__}\n"
+            "    fix: [layer.attention for layer in cfg.layers]"
+        )
     if isinstance(slots, int):
         slots = [slots if each.window is None else min(slots, each.window) for each in kinds]
     sizes = zip(kinds, slots, strict=True)

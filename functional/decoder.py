@@ -58,6 +58,12 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         check_rate("LayerConfig", resid_pdrop=self.resid_pdrop)
+        kinds = {"attention": (AttentionConfig, MLAConfig), "mlp": (MLPConfig, MoEConfig)}
+        for name, classes in kinds.items():
+            if not isinstance(getattr(self, name), classes):
+                known = " or ".join(each.__name__ for each in classes)
+                given = type(getattr(self, name)).__name__
+                raise TypeError(f"LayerConfig({name}=...): {known} is needed, not {given}")
         if self.norm is not None and not self.parallel_residual:
             raise ValueError(
                 "LayerConfig(norm=...): without parallel_residual each block has a norm of its own\n"
@@ -175,12 +181,12 @@ def layer(
 
 def feed(params: MLP | MoE, x: Tensor, cfg: MLPConfig | MoEConfig, wire: Wire) -> tuple[Tensor, Routing | None]:
     """x `B S D` -> `B S D` through the block that the layer has, and its routing if that has experts."""
-    if isinstance(params, MoE):
-        assert isinstance(cfg, MoEConfig)
-        out, routing = moe(params, x, cfg, return_routing=True, wire=wire.scope("moe"))
+    if isinstance(cfg, MoEConfig):
+        experts: Any = params
+        out, routing = moe(experts, x, cfg, return_routing=True, wire=wire.scope("moe"))
         return out, routing
-    assert isinstance(cfg, MLPConfig)
-    return mlp(params, x, cfg, wire=wire.scope("mlp")), None
+    block: Any = params
+    return mlp(block, x, cfg, wire=wire.scope("mlp")), None
 
 
 @edges({"layers": layer}, tokens="B S", embedded="B S D", logits="B S Z")
@@ -335,14 +341,15 @@ def next_token_loss(
     chunk: int = 1024,
     wire: Wire = identity,
     **given: Any,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     """tokens `B S`, targets `B S`, the token after each (`ids[:, :-1]` and `ids[:, 1:]`; -100 is left out), weights
     `B S`, 1 unless given -> the sum of the weighted losses and of the weights, scalars; their ratio is the mean.
 
-    `cross_entropy` of `decoder`'s logits, of `chunk` tokens at a time. given: the other arguments of `backbone`.
+    `cross_entropy` of `decoder`'s logits, of `chunk` tokens at a time. given: the other arguments of `backbone`; with
+    return_routing there is a third result, as there.
     """
     check_shapes("next_token_loss", tokens=(tokens, "B S"), targets=(targets, "B S"), weights=(weights, "B S"))
-    x, _ = backbone(params, tokens, cfg, wire=wire, **given)
+    x, _, *routings = backbone(params, tokens, cfg, wire=wire, **given)
     targets, weights = wire.receive(targets=targets, weights=weights)
     total, count = cross_entropy(
         final_norm(params, x, cfg),
@@ -354,4 +361,4 @@ def next_token_loss(
         softcap=cfg.final_logit_softcapping,
         chunk=chunk,
     )
-    return wire.pass_(loss=total), count
+    return wire.pass_(loss=total), count, *routings

@@ -8,6 +8,8 @@ dimensions.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from .shapes import check_shapes
 __all__ = ["expert_mlp", "gated"]
 
 
-@primitive
+@partial(primitive, differentiable=False)
 def expert_mlp(
     x: Tensor,
     indices: Tensor,
@@ -53,14 +55,14 @@ def expert_mlp(
     )
     check_activation("expert_mlp", "activation", activation)
     chosen = indices.shape[-1]
-    expert = indices.reshape(-1)
+    expert = indices.reshape(-1).long()
     order = expert.argsort(stable=True)
     counts = torch.zeros(gate.shape[0], dtype=torch.int64, device=gate.device)
     counts = counts.scatter_add(0, expert, torch.ones_like(expert))
     rows = as_dtype(x.reshape(-1, x.shape[-1])[order // chosen], gate.dtype)  # other than x's under autocast
     g, u = grouped_linear(rows, gate, counts), grouped_linear(rows, up, counts)
-    if gate_bias is not None and up_bias is not None:
-        g, u = g + gate_bias[expert[order]], u + up_bias[expert[order]]
+    g = g if gate_bias is None else g + gate_bias[expert[order]]
+    u = u if up_bias is None else u + up_bias[expert[order]]
     y = grouped_linear(gated(g, u, activation, swiglu_limit, swiglu_alpha), down, counts)
     y_NJD = wide(y[order.argsort()]).unflatten(0, (-1, chosen))
     out_ND: Tensor = (y_NJD * weights.reshape(-1, chosen, 1)).sum(1)

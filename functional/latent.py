@@ -44,11 +44,15 @@ def absorbed_attention(
     q_ids, k_ids = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
     sizes = check_shapes("absorbed_attention", q=(q, "B S H E"), latent=(latent, "B T LR"), kv_b=(kv_b, "HNV L"))
     heads, width = sizes["H"], sizes["E"] - nope_dim
-    if sizes["HNV"] % max(heads, 1) or not 0 < nope_dim < sizes["E"] or sizes["L"] + width != sizes["LR"]:
+    rows = sizes["HNV"] // max(heads, 1)
+    if rows * heads != sizes["HNV"] or not 0 < nope_dim < min(sizes["E"], rows) or sizes["L"] + width != sizes["LR"]:
         raise ShapeError(
             f"absorbed_attention: H={heads} heads of E={sizes['E']} with nope_dim={nope_dim} need latents of "
-            f"L+R={sizes['L'] + width} and H rows of equal height in kv_b, not {sizes['LR']} and {sizes['HNV']}"
+            f"L+R={sizes['L'] + width} and more than nope_dim rows a head in kv_b, not {sizes['LR']} and "
+            f"{sizes['HNV']} rows in all"
         )
+    if q.dtype != latent.dtype:
+        raise TypeError(f"absorbed_attention(latent=...): its dtype is {latent.dtype}, that of q {q.dtype}")
     check_rules("absorbed_attention", q, latent, mask, window, q_ids, k_ids, q_positions, k_positions)
     if (causal or window is not None) and q_positions is None:
         raise ShapeError("absorbed_attention: causal or window needs q_positions (B S) and k_positions (B T)")

@@ -25,13 +25,14 @@ from torch import Tensor
 
 from .arguments import refuse_unknown
 from .cache import LatentCache, latent_cache_update
-from .core import dot_product_attention
+from .core import decode_attention, dot_product_attention
 from .dropout import refuse_dropout
 from .latent import absorbed_attention
 from .mla_checks import check_call, check_latents, check_range
 from .mla_config import MLA, MLAConfig
 from .norm import apply_norm, linear, norm_in_front, norm_linear, normalize
 from .rope import apply_rope, rope_tables
+from .shapes import ShapeError, check_shapes
 from .tree import check_presence
 from .wire import Heads, Wire, edges, identity
 
@@ -45,11 +46,10 @@ __all__ = [
     "mla_latents",
     "mla_output",
     "mla_queries",
-    "turn",
 ]
 
 
-def turn(
+def mla_rotary(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -96,7 +96,7 @@ def mla(
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
     absorbed_core: Callable[..., Tensor] = absorbed_attention,
-    rotary: Callable[..., Tensor] = turn,
+    rotary: Callable[..., Tensor] = mla_rotary,
     **unknown: Any,
 ) -> tuple[Tensor, LatentCache | None]:
     """x `B S D`, positions `B|1 S` (-1: padding) -> out `B S D`, and the new cache (None without one).
@@ -104,16 +104,20 @@ def mla(
     rope: cos and sin `B|1 S R/2`, computed from `positions` unless given. mask: boolean, `S T` or `B|1 H|1 S T`.
     segment_ids: `B S`, the packed document of each token; not with a cache, not with a mask.
     cache: latents of the tokens before; the new ones are written at `positions`. read: see `cache_update`.
-    absorbed: which way to compute it, see the module; what computes less unless given, see `is_absorbed`.
-    core: computes the expanded way, see `dot_product_attention`; absorbed_core the other, see `absorbed_attention`.
-    rotary: turns queries and the rotary key, see `turn`. All three may be called again under recomputation.
+    absorbed: which way to compute it, see the module. Unless given, expanded without a cache and where a core of one's
+    own is; else what takes fewer multiplications, see `mla_costs`.
+    core: computes the expanded way, with the arguments of `dot_product_attention`; absorbed_core the other, with those
+    of `absorbed_attention`. rotary: turns queries and the rotary key, with the arguments of `mla_rotary`. All three may
+    be called again under recomputation.
     Raises `ShapeError`, `TypeError` and `ValueError` naming the argument, `TreeError` where params and config ask for
     different parts, before any work.
     """
     refuse_unknown("mla", mla, unknown)
-    check_presence("mla", params, cfg)
+    check_presence("mla", params, cfg, MLA)
     refuse_dropout("mla", "attention_dropout", cfg.attention_dropout, x, params)
     check_call(params, x, cfg, positions=positions, rope=rope, mask=mask, segment_ids=segment_ids, cache=cache)
+    if not (absorbed is None or isinstance(absorbed, bool)):
+        raise TypeError(f"mla(absorbed={absorbed!r}): True, False, or None for what is cheaper")
     wire = wire.layer(H=cfg.num_attention_heads, K=cfg.num_attention_heads, causal=cfg.causal, window=cfg.window)
     x_BSD = wire.pass_(x=x)
     latents, gate = _down(params, x_BSD, cfg)
@@ -138,12 +142,15 @@ def mla(
         cache, latent, k_positions = latent_cache_update(cache, new, k_positions, read, window=cfg.window)
         kv_latent, key_rope = latent.split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)
     if absorbed is None:
-        absorbed = cache is not None and is_absorbed(cfg, x.shape[1], cache.latent.shape[1])
+        plain = core in (dot_product_attention, decode_attention) or absorbed_core is not absorbed_attention
+        absorbed = cache is not None and plain and is_absorbed(cfg, x.shape[1], cache.latent.shape[1])
 
     rules = {"q_positions": positions, "q_segment_ids": segment_ids, "mask": mask}
     if absorbed:
         q_BSHE, q_positions, q_ids, mask = wire.receive(q=q_BSHE, **rules)
     else:
+        if cache is not None:  # what lies in an empty slot may have no part in the gradient of kv_b either
+            kv_latent = kv_latent.masked_fill((k_positions < 0)[..., None], 0)
         kv_BTHNV = linear(kv_latent, kv_b)
         kv_BTHNV = kv_BTHNV.unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
         q_BSHE, q_positions, q_ids, mask, kv_BTHNV = wire.receive(q=q_BSHE, **rules, kv=kv_BTHNV)
@@ -163,6 +170,12 @@ def mla(
         o_BSHV = absorbed_core(q_BSHE, latent, kv_b, nope_dim=cfg.qk_nope_head_dim, **told)
     else:
         o_BSHV = core(q_BSHE, *_keys_and_values(kv_BTHNV, key_rope, cfg), **told)
+    wanted = (*q_BSHE.shape[:3], cfg.v_head_dim)
+    if o_BSHV.shape != wanted:
+        which = "absorbed_core" if absorbed else "core"
+        raise ShapeError(
+            f"mla({which}=...): B S H V = {tuple(wanted)} is needed, but it returned {tuple(o_BSHV.shape)}"
+        )
     o_BSHV = wire.pass_(o=o_BSHV)
     return _out(params, o_BSHV, gate, cfg, wire), cache
 
@@ -180,6 +193,7 @@ def mla_queries(
     given), before any turn. Raises `ValueError` for a range outside the projection."""
     weight = params.q_b if params.q is None else params.q
     assert weight is not None
+    check_shapes("mla_queries", cfg.sizes, q_latent=(q_latent, "B S D" if cfg.direct_q else "B S Q"))
     rows = check_range("mla_queries", heads, weight, cfg.qk_head_dim)
     q: Tensor = linear(q_latent, weight[rows]).unflatten(-1, (-1, cfg.qk_head_dim))
     return q
@@ -195,7 +209,7 @@ def mla_expand(
 ) -> tuple[Tensor, Tensor]:
     """kv_latent `B T L`, key_rope `B T R` (turned) -> keys `B T H E` and values `B T H V`, of a range of heads as in
     `mla_queries`."""
-    check_latents("mla_expand", kv_latent=(kv_latent, "B T L"), key_rope=(key_rope, "B T R"))
+    check_latents("mla_expand", cfg.sizes, kv_latent=(kv_latent, "B T L"), key_rope=(key_rope, "B T R"))
     width = cfg.qk_nope_head_dim + cfg.v_head_dim
     rows = check_range("mla_expand", heads, params.kv_b, width)
     return _keys_and_values(linear(kv_latent, params.kv_b[rows]).unflatten(-1, (-1, width)), key_rope, cfg)
@@ -272,7 +286,10 @@ def _turned(q: Tensor, cos: Tensor, sin: Tensor, cfg: MLAConfig, rotary: Callabl
     q_nope, q_rope = q.split((cfg.qk_nope_head_dim, cfg.qk_rope_head_dim), -1)
     told = {"head_offset": heads.offset, "local_heads": heads.local}
     told = {name: value for name, value in told.items() if value is not None}
+    shape = q_rope.shape
     q_rope = rotary(q_rope, cos, sin, interleaved=cfg.interleaved, **told)
+    if q_rope.shape != shape:
+        raise ShapeError(f"mla(rotary=...): it made {tuple(q_rope.shape)} of B S H R = {tuple(shape)}")
     return torch.cat((q_nope, q_rope), -1)
 
 

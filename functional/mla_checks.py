@@ -108,9 +108,9 @@ def _check_tables(rope: tuple[Tensor, Tensor], x: Tensor, cfg: MLAConfig) -> Non
             raise ValueError(f"mla(rope=...): {name} is on {table.device}, x on {x.device}")
 
 
-def check_latents(function: str, **named: tuple[Tensor, str]) -> None:
+def check_latents(function: str, sizes: Mapping[str, int], **named: tuple[Tensor, str]) -> None:
     """Latents of one dtype, on one device, of the shapes that their letters say."""
-    check_shapes(function, **named)
+    check_shapes(function, sizes, **named)
     (first, (one, _)), *others = named.items()
     for name, (other, _) in others:
         if other.dtype != one.dtype:
@@ -123,8 +123,12 @@ def check_range(function: str, heads: tuple[int, int] | range | None, weight: Te
     """The rows of a projection that a range of heads has, `width` a head."""
     if heads is None:
         return slice(None)
-    if isinstance(heads, range) and heads.step != 1:
-        raise ValueError(f"{function}(heads={heads}): neighbouring heads are needed")
+    pair = isinstance(heads, tuple) and len(heads) == 2 and all(type(n) is int for n in heads)
+    if not pair and not (isinstance(heads, range) and heads.step == 1):
+        raise TypeError(
+            f"{function}(heads={heads!r}): a pair (first, end) or a range of neighbours is needed\n"
+            "    fix: heads=(0, 2) for the first two"
+        )
     first, end = (heads.start, heads.stop) if isinstance(heads, range) else heads
     count = weight.shape[0] // width
     if not 0 <= first < end <= count:

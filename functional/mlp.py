@@ -79,7 +79,7 @@ class MLP(Tree):
 @edges(x="B S D", h="B S F", out="B S D")
 def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Tensor:
     """x `B S D` -> `B S D`."""
-    check_presence("mlp", params, cfg)
+    check_presence("mlp", params, cfg, MLP)
     check_shapes("mlp", {"D": cfg.hidden_size}, x=(x, "B S D"), up=(params.up, "F D"), down=(params.down, "D F"))
     wire = wire.layer(F=cfg.intermediate_size)
     x = wire.pass_(x=x)

@@ -75,6 +75,11 @@ class MoEConfig:
         check_activation("MoEConfig", "hidden_act", self.hidden_act)
         check_scale("MoEConfig", self.routed_scaling_factor, "routed_scaling_factor")
         check_scale("MoEConfig", self.swiglu_limit, "swiglu_limit")
+        check_scale("MoEConfig", self.swiglu_alpha, "swiglu_alpha")
+        if self.swiglu_limit is not None and self.hidden_act != "silu":
+            raise ValueError(
+                f'MoEConfig(swiglu_limit=...): its gate is no "{self.hidden_act}"\n    fix: hidden_act="silu"'
+            )
         experts, chosen, groups_of = self.num_experts, self.num_experts_per_tok, self.n_group
         if self.scoring_func not in SCORES:
             raise ValueError(
@@ -149,7 +154,7 @@ def moe(
 ) -> Any:
     """x `B S D` -> `B S D`; with return_routing also its `Routing`, for `balance_loss` and `expert_counts`."""
     refuse_unknown("moe", moe, unknown)
-    check_presence("moe", params, cfg)
+    check_presence("moe", params, cfg, MoE)
     # F is the rank's own, as its weights have it.
     widths = {letter: n for letter, n in cfg.sizes.items() if letter != "F"}
     check_shapes(
@@ -203,7 +208,8 @@ def route(params: MoE, x: Tensor, cfg: MoEConfig) -> Routing:
             return route(params, x, cfg)
     dtype = torch.promote_types(torch.promote_types(x.dtype, params.router.dtype), torch.float32)
     bias = None if params.router_bias is None else as_dtype(params.router_bias, dtype)
-    logits = linear(as_dtype(x, dtype), as_dtype(params.router, dtype), bias)
+    router = as_dtype(params.router, dtype)
+    logits = linear(as_dtype(x, dtype), router, bias)
     scores = logits.softmax(-1) if cfg.scoring_func == "softmax" else logits.sigmoid()
     choice = scores if params.correction_bias is None else scores + as_dtype(params.correction_bias, dtype)
     indices = _highest(_of_groups(choice.detach(), cfg), cfg.num_experts_per_tok)

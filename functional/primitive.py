@@ -24,8 +24,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def primitive(fn: Callable[P, R]) -> Callable[P, R]:
-    """Register the function as `torch.ops.meshfn.<its name>`; its annotations and defaults are the schema."""
+def primitive(fn: Callable[P, R], *, differentiable: bool = True) -> Callable[P, R]:
+    """Register the function as `torch.ops.meshfn.<its name>`; its annotations and defaults are the schema.
+
+    differentiable: False for a function that has an `autograd.Function` in it, which the transforms of `torch.func` do
+    not find within an operator under `torch.compile`; it is one node then where no gradient is taken, and else inlined.
+    """
     name = fn.__name__
     PRIMITIVES[name] = fn
     _library.define(name + torch.library.infer_schema(fn, mutates_args=()))
@@ -36,7 +40,7 @@ def primitive(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (differentiable or not torch.is_grad_enabled()):
             return cast(R, op(*args, **kwargs))
         return fn(*args, **kwargs)
 

@@ -79,7 +79,7 @@ def check_positive(what: str, **values: Any) -> None:
 
 def check_scale(what: str, value: float | None, name: str = "softmax_scale") -> None:
     """Raise `ValueError` for a factor that is not finite and above 0; None is the usual one."""
-    if value is not None and not 0 < value < math.inf:
+    if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
         raise ValueError(f"{what}({name}={value}): a finite number above 0 is needed")
 
 
@@ -110,7 +110,9 @@ def check_shapes(
                 f"{function}({name}=...): {least}{len(parsed)} dimensions are needed, but it has {tensor.dim()}\n"
                 f"    {name}: {spec.replace('?', '')} = {_numbers(tensor)}{_so_far(bound)}"
                 + (
-                    f"\n    fix: {name}[None], the same for each row"
+                    f"\n    fix: {name}[:, None], the same for each head"
+                    if spec.startswith("B? H?") and skipped == -1
+                    else f"\n    fix: {name}[None], the same for each row"
                     if spec.startswith("B? ") and skipped == -1
                     else ""
                 )

@@ -307,8 +307,14 @@ def check(tree: Any, expected: Any, *, what: str = "params") -> None:
         raise TreeError(f"{what} do not match in {count}\n    " + "\n    ".join(faults))
 
 
-def check_presence(function: str, params: Tree, cfg: Any) -> None:
-    """Raise `TreeError` where the params have an optional part that the config does not ask for, or lack one."""
+def check_presence(function: str, params: Tree, cfg: Any, kind: type[Tree] | None = None) -> None:
+    """Raise `TreeError` where the params have an optional part that the config does not ask for, or lack one. kind: the
+    class that they must be of."""
+    if kind is not None and not (isinstance(params, kind) and isinstance(cfg, kind.config)):
+        raise TreeError(
+            f"{function}: {kind.__name__} and {kind.config.__name__} are needed, not {type(params).__name__} and "
+            f"{type(cfg).__name__}"
+        )
     for name, attribute in params._optional:
         # not bool(...), which Dynamo of torch 2.11 cannot trace on a config
         asked = getattr(cfg, attribute) is not None and getattr(cfg, attribute) is not False

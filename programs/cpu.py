@@ -237,8 +237,8 @@ def expert_mlp(
         _once(wide(x.reshape(-1, x.shape[-1]))), indices.flatten(0, -2), weights.flatten(0, -2), strict=True
     ):
         g_JF, u_JF = ((x_D * w[e_J].to(dtype)).sum(-1) for w in (gate, up))
-        if gate_bias is not None and up_bias is not None:
-            g_JF, u_JF = g_JF + gate_bias[e_J], u_JF + up_bias[e_J]
+        g_JF = g_JF if gate_bias is None else g_JF + gate_bias[e_J]
+        u_JF = u_JF if up_bias is None else u_JF + up_bias[e_J]
         h_JF = _once(gated(g_JF, u_JF, activation, swiglu_limit, swiglu_alpha))
         y_JD = (h_JF[:, None] * down[e_J].to(dtype)).sum(-1)
         out.append((y_JD * w_J[:, None]).sum(0))

@@ -11,7 +11,7 @@ import torch
 from ..functional import Decoder, DecoderConfig, tree
 from .families import Family
 
-__all__ = ["Model", "check_model"]
+__all__ = ["Model", "check_model", "count_text"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,8 +55,13 @@ class Model:
         return sum(leaf.numel() for leaf in tree.leaves(self.params))
 
     def __repr__(self) -> str:
-        size = f"{self.num_parameters / 1e6:.1f} M parameters"
+        size = f"{count_text(self.num_parameters)} parameters"
         return f"Model({self.name}, {len(self.config.layers)} layers, {size}, {self.dtype}, {self.device})"
+
+
+def count_text(n: int) -> str:
+    """`134.5 M`, `671.0 B`: a count."""
+    return f"{n / 1e9:,.1f} B" if n >= 10e9 else f"{n / 1e6:,.1f} M" if n >= 50_000 else f"{n:,}"
 
 
 def check_model(function: str, model: Any) -> None:

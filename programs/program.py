@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
@@ -139,8 +140,16 @@ class Program:
 
     @params.setter
     def params(self, new: F.Decoder) -> None:
-        """Raises `TreeError` where a shape differs, `ValueError` where dtype, device or strides do."""
-        self._weights.replace(new)
+        """Raises `TreeError` where a shape differs, `ValueError` where dtype or device do. Where a leaf lies otherwise
+        in memory (as one computed from a view of a fused tensor does), the next call compiles again, with a warning."""
+        moved = self._weights.replace(new)
+        if moved and self.compiled:
+            few = ", ".join(moved[:2]) + (f" and {len(moved) - 2} more" if len(moved) > 2 else "")
+            warnings.warn(
+                f"program.params: {few} lie otherwise in memory than those before, so the next call compiles again; "
+                "copy_ into the old ones compiles nothing",
+                stacklevel=2,
+            )
 
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache."""

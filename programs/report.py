@@ -22,7 +22,7 @@ from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .kernel import Kernel
 from .lower import choose, keys_and_values, lower, primitive_name, share_read
-from .model import Model
+from .model import Model, count_text
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
 from .weights import computed_dtype
@@ -108,7 +108,7 @@ class Plan:
         how = "" if self.compiled else " eager"
         lines = [
             f"program {self.model}   {self.target}{how}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
-            f"  weights  {self.num_parameters / 1e6:.1f} M parameters, {size_text(self.weights)}, {whose}",
+            f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)}, {whose}",
             f"  cache    {size_text(self.cache)}, {self.cache_text}, "
             + ("written in place" if self.compiled else "copied whole by each call"),
             *([f"  dropout  {self.dropout}, which inference leaves out"] if self.dropout else []),
@@ -132,8 +132,8 @@ class Plan:
                 "",
                 f"a decode step reads {size_text(decode)} of weights and at most "
                 f"{size_text(self.phases['decode'].context)} of cache",
-                f"bound: {1e9 / self.decode_reads:.2f} steps a second for each GB/s of memory bandwidth, cache full; "
-                f"{1e9 / max(decode, 1):.2f}, cache empty",
+                f"bound: {_rate(self.decode_reads)} steps a second for each GB/s of memory bandwidth, cache full; "
+                f"{_rate(decode)}, cache empty",
             ]
         )
 
@@ -193,16 +193,19 @@ def _ways(cfg: F.DecoderConfig, sizes: Sizes, queries: int, dtype: torch.dtype) 
     """A line for each kind of latent attention: which way it is computed in a phase, and what both ways cost."""
     lines = []
     for kind in dict.fromkeys(each.attention for each in cfg.layers if isinstance(each.attention, F.MLAConfig)):
+        layers = _ranges([i for i, each in enumerate(cfg.layers) if each.attention == kind])
         slots = sizes.slots_of(kind.window)
         costs = F.mla_costs(kind, queries, slots - 1)
         taken = "absorbed" if is_absorbed(kind, queries, slots) else "expanded"
         other = "expanded" if taken == "absorbed" else "absorbed"
         texts = {
-            way: f"{cost.multiplications * sizes.batch / 1e6:,.1f} M products, "
+            way: f"{count_text(cost.multiplications * sizes.batch)} products, "
             f"{size_text(cost.elements * sizes.batch * dtype.itemsize)}"
             for way, cost in costs.items()
         }
-        lines.append(f"latent attention {taken}: at most {texts[taken]} a layer ({other}: {texts[other]})")
+        lines.append(
+            f"layers[{layers}] latent attention {taken}: at most {texts[taken]} a layer ({other}: {texts[other]})"
+        )
     return tuple(lines)
 
 
@@ -304,6 +307,12 @@ def _bytes(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return math.prod(map(dynamo.largest, value.shape)) * value.element_size()
+
+
+def _rate(read: int) -> str:
+    """How often a second so many bytes are read at 1 GB/s, to three digits at least."""
+    rate = 1e9 / max(read, 1)
+    return f"{rate:.2f}" if rate >= 1 else f"{rate:.3g}"
 
 
 def size_text(n: int) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ..functional import Decoder, tree
-from .families import Family
+from .checkpoint import Checkpoint
+from .families import Family, find_wrapper
 from .hf_config import architecture, normalized
 from .model import Model, check_model
 from .pieces import pieces
@@ -34,6 +35,7 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
     if model.family is None:
         raise ValueError("save: the model came from no checkpoint, so no family says how to write it")
     _check_config(model, model.family)
+    _check_loss(model.family, Path(folder).expanduser())
     tree.check(model.params, Decoder.abstract(model.config), what="model.params")
     leaves = tree.paths(model.params)
     tensors: dict[str, Callable[[], Tensor]] = {}
@@ -48,6 +50,24 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
         tokenizer=model.tokenizer,
         max_shard_size=max_shard_size,
     )
+
+
+def _check_loss(family: Family, folder: Path) -> None:
+    """Tensors that `load` leaves out would be gone with the checkpoint that has them."""
+    try:
+        there = Checkpoint(folder)
+    except ValueError:
+        return  # none, or none that could be read
+    wrapper = find_wrapper(str(there.config.get("model_type")))
+    count = there.config.get("num_hidden_layers")
+    lost = [name for name in there.shapes if isinstance(count, int) and family.leaves_out(name, count)]
+    if wrapper is not None:
+        lost += sorted(set(there.shapes) - set(wrapper.names(there.shapes).values()))
+    if lost:
+        raise ValueError(
+            f"save: {folder} has {len(lost)} tensors that were not read and would be lost, such as {lost[0]}\n"
+            "    fix: another folder"
+        )
 
 
 def _check_config(model: Model, family: Family) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -19,29 +21,34 @@ class Weights:
     """
 
     def __init__(self, params: F.Decoder, cfg: F.DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.params, self._cfg, self._device, self._dtype = params, cfg, device, dtype
-        self._wide = tree.wide_paths(params)
-        self._strides = {path: leaf.stride() for path, leaf in tree.paths(params).items()}
+        self.params, self._cfg, self._device = params, cfg, device
+        leaves, wide = tree.paths(params), tree.wide_paths(params)
+        self._dtypes = {path: computed_dtype(leaf.dtype, dtype, path in wide) for path, leaf in leaves.items()}
+        self._strides = {path: leaf.stride() for path, leaf in leaves.items()}
         self._converted: dict[str, Tensor] = {}
 
-    def replace(self, new: F.Decoder) -> None:
-        """Raises `TreeError` where a shape differs, `ValueError` where dtype, device or strides do."""
+    def replace(self, new: F.Decoder) -> list[str]:
+        """-> the paths of leaves that lie otherwise than those before, for which graphs are compiled again. Raises
+        `TreeError` where a shape differs, `ValueError` where dtype or device do."""
         tree.check(new, F.Decoder.abstract(self._cfg), what="program.params")
-        self._check(new)
+        strides = {path: leaf.stride() for path, leaf in tree.paths(new).items()}
+        self._check(new, strides)
+        moved = [path for path, each in strides.items() if each != self._strides[path] and path not in self._converted]
+        self._strides.update({path: strides[path] for path in moved})
         self.params = new
+        return moved
 
     def allocate(self) -> None:
         """Room for the converted copies."""
         for path, leaf in tree.paths(self.params).items():
             if not self._here(path, leaf):
-                dtype = computed_dtype(leaf.dtype, self._dtype, path in self._wide)
-                empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtype, device=self._device)
+                empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=self._dtypes[path], device=self._device)
                 self._converted[path] = empty
 
     def live(self) -> F.Decoder:
         """The parameters to compute with: detached, so that a Parameter and a plain tensor compile alike, each with a
         storage of its own, converted copies brought up to date."""
-        self._check(self.params)
+        self._check(self.params, self._strides)
         new, seen = [], set[int]()
         for path, leaf in tree.paths(self.params).items():
             leaf = leaf.detach()
@@ -57,10 +64,9 @@ class Weights:
         return params
 
     def _here(self, path: str, leaf: Tensor) -> bool:
-        dtype = computed_dtype(leaf.dtype, self._dtype, path in self._wide)
-        return leaf.dtype == dtype and leaf.device == self._device
+        return leaf.dtype == self._dtypes[path] and leaf.device == self._device
 
-    def _check(self, params: F.Decoder) -> None:
+    def _check(self, params: F.Decoder, strides: Mapping[str, tuple[int, ...]]) -> None:
         """Leaves must be what the program computes with, or what it has a converted copy for."""
         faults = []
         for path, leaf in tree.paths(params).items():
@@ -68,8 +74,8 @@ class Weights:
             base = leaf._base
             if base is not None and base.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
                 faults.append(f"{path}: cut from a tensor that has been given other memory since; load it again")
-            if (here and leaf.stride() != self._strides[path]) or (not here and path not in self._converted):
-                wanted = _layout(self._dtype, self._device, self._strides[path])
+            if (here and leaf.stride() != strides[path]) or (not here and path not in self._converted):
+                wanted = _layout(self._dtypes[path], self._device, strides[path])
                 faults.append(f"{path}: {wanted}, but the tensor is {_layout(leaf.dtype, leaf.device, leaf.stride())}")
         if faults:
             raise ValueError("program.params: other parameters than it was built for\n    " + "\n    ".join(faults))

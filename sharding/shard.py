@@ -295,12 +295,18 @@ class Sharded:
         own = [edge for edge in self.declared if "." not in edge] or list(self.declared)
         text = self.chains[joining.rule_of(self.chains, own[-1]) or ""][-1]
 
-        def of(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                return text
-            return tuple(map(of, x)) if isinstance(x, tuple) else None
+        # A tuple with names (a routing) holds what belongs to tokens.
+        inner = parse(self.chains["x"][0]).dims if "x" in self.chains else ()
+        tokens = " ".join(str(Spec((dim,))) for dim in inner[:2]) + " ..."
 
-        return of(result)
+        def of(x: Any, spec: str) -> Any:
+            if isinstance(x, Tensor):
+                return spec
+            if hasattr(x, "_fields"):
+                return type(x)(*(of(each, tokens) for each in x))
+            return tuple(of(each, spec) for each in x) if isinstance(x, tuple) else None
+
+        return of(result, text)
 
 
 def _holds_tensors(x: Any) -> bool:

@@ -81,7 +81,8 @@ class LayoutWire:
 
     def heads(self, *, sent: bool = False) -> Heads:
         sizes = tuple((letter, self.sizes[letter]) for letter in "HKG")
-        queries, keys = (self.edges[name][0 if sent else -1] for name in ("q", "k"))
+        chains = [self.edges["q"], self.edges.get("k", self.edges["q"])]  # of latents no head has keys of its own
+        queries, keys = (chain[0 if sent else -1] for chain in chains)
         found = rules.heads(queries, keys, self.axes, self.rank, sizes)
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
         return Heads(found.offset, found.local, index)
