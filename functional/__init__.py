@@ -1,6 +1,7 @@
 """The mathematics: pure functions of tensors, pytrees and frozen configs."""
 
 from . import shapes, tree, wire
+from .absorbed import absorbed_attention
 from .attention import Attention, AttentionConfig, attention
 from .cache import KVCache, LatentCache, cache_update, empty_caches, latent_cache_update
 from .core import decode_attention, dot_product_attention
@@ -17,7 +18,6 @@ from .decoder import (
     next_token_loss,
 )
 from .experts import expert_mlp
-from .latent import absorbed_attention
 from .loss import cross_entropy
 from .mla import MLA, MLAConfig, mla, mla_costs, mla_expand, mla_latents, mla_output, mla_queries, mla_rotary
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp

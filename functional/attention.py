@@ -64,6 +64,8 @@ class AttentionConfig:
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
 
+    cache_class: ClassVar[type[KVCache]] = KVCache
+
     def __post_init__(self) -> None:
         counts = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         optional = [name for name in ("v_head_dim", "window") if getattr(self, name) is not None]
@@ -82,7 +84,7 @@ class AttentionConfig:
         if self.output_gate and self.v_head_dim not in (None, self.head_dim):
             raise ValueError(f"AttentionConfig: output_gate with v_head_dim={self.v_head_dim} other than head_dim")
         if self.qk_norm_wide and (self.qk_norm is None or self.qk_norm.norm_type != "rms_norm"):
-            raise ValueError("AttentionConfig(qk_norm_wide=True): qk_norm must be an RMSNorm")
+            raise ValueError("AttentionConfig(qk_norm_keep_fp32=True): qk_norm must be an RMSNorm")
 
     # Which leaves and parts there are, by their names in `Attention`.
     @property

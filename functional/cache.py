@@ -19,7 +19,7 @@ from . import tree
 from .shapes import ShapeError
 from .tree import Tree, dim, pytree
 
-__all__ = ["Cache", "KVCache", "LatentCache", "cache_class", "cache_update", "empty_caches", "latent_cache_update"]
+__all__ = ["Cache", "KVCache", "LatentCache", "cache_update", "empty_caches", "latent_cache_update"]
 
 
 @pytree
@@ -165,11 +165,6 @@ def _last(positions: Tensor) -> Tensor:
     return positions.amax(-1, keepdim=True)
 
 
-def cache_class(cfg: Any) -> type[KVCache] | type[LatentCache]:
-    """Of a layer's attention."""
-    return LatentCache if hasattr(cfg, "kv_lora_rank") else KVCache
-
-
 def empty_caches(
     cfgs: Iterable[Any],
     batch: int,
@@ -188,7 +183,7 @@ def empty_caches(
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
     kinds = list(cfgs)
-    if any(not hasattr(each, "window") for each in kinds):
+    if any(not hasattr(each, "cache_class") for each in kinds):
         raise TypeError(
             f"empty_caches(cfgs=...): configs of attention are needed, not {type(kinds[0]).__name__}\n"
             "    fix: [layer.attention for layer in cfg.layers]"
@@ -196,4 +191,4 @@ def empty_caches(
     if isinstance(slots, int):
         slots = [slots if each.window is None else min(slots, each.window) for each in kinds]
     sizes = zip(kinds, slots, strict=True)
-    return tuple(tree.map(allocate, cache_class(each).abstract(each, dtype=dtype, B=batch, T=n)) for each, n in sizes)
+    return tuple(tree.map(allocate, each.cache_class.abstract(each, dtype=dtype, B=batch, T=n)) for each, n in sizes)

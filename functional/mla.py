@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import refuse_unknown
+from .absorbed import absorbed_attention
+from .arguments import lists_unknown
 from .cache import LatentCache, latent_cache_update
 from .core import decode_attention, dot_product_attention
 from .dropout import refuse_dropout
-from .latent import absorbed_attention
 from .mla_checks import check_call, check_latents, check_range
 from .mla_config import MLA, MLAConfig
 from .norm import apply_norm, linear, norm_in_front, norm_linear, normalize
@@ -81,6 +81,7 @@ def mla_rotary(
     o="B S H V",
     out="B S D",
 )
+@lists_unknown
 def mla(
     params: MLA,
     x: Tensor,
@@ -97,7 +98,6 @@ def mla(
     core: Callable[..., Tensor] = dot_product_attention,
     absorbed_core: Callable[..., Tensor] = absorbed_attention,
     rotary: Callable[..., Tensor] = mla_rotary,
-    **unknown: Any,
 ) -> tuple[Tensor, LatentCache | None]:
     """x `B S D`, positions `B|1 S` (-1: padding) -> out `B S D`, and the new cache (None without one).
 
@@ -112,7 +112,6 @@ def mla(
     Raises `ShapeError`, `TypeError` and `ValueError` naming the argument, `TreeError` where params and config ask for
     different parts, before any work.
     """
-    refuse_unknown("mla", mla, unknown)
     check_presence("mla", params, cfg, MLA)
     refuse_dropout("mla", "attention_dropout", cfg.attention_dropout, x, params)
     check_call(params, x, cfg, positions=positions, rope=rope, mask=mask, segment_ids=segment_ids, cache=cache)

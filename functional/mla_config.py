@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from .cache import LatentCache
 from .dropout import check_rate
 from .norm import Norm, NormConfig
 from .rope import RopeConfig
@@ -46,6 +47,8 @@ class MLAConfig:
     softmax_scale: float | None = None
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
+
+    cache_class: ClassVar[type[LatentCache]] = LatentCache
 
     def __post_init__(self) -> None:
         needed = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import refuse_unknown
+from .arguments import lists_unknown
 from .core import as_dtype, wide
 from .experts import expert_mlp
 from .mlp import MLP, MLPConfig, check_activation, mlp
@@ -119,9 +119,9 @@ class MoE(Tree):
     config: ClassVar[type] = MoEConfig
 
     norm: Norm | None = None
-    router: Tensor = dim("X D", wide=True)
+    router: Tensor = dim("X D", keep_fp32=True)
     router_bias: Tensor | None = dim("X", when="router_bias", initial=0.0)
-    correction_bias: Tensor | None = dim("X", when="correction_bias", initial=0.0, wide=True)
+    correction_bias: Tensor | None = dim("X", when="correction_bias", initial=0.0, keep_fp32=True)
     gate: Tensor = dim("X F/tp D")
     up: Tensor = dim("X F/tp D")
     down: Tensor = dim("X D F/tp")
@@ -143,6 +143,7 @@ class Routing(NamedTuple):
 
 
 @edges({"shared": mlp}, x="B S D", out="B S D")
+@lists_unknown
 def moe(
     params: MoE,
     x: Tensor,
@@ -150,10 +151,8 @@ def moe(
     *,
     return_routing: bool = False,
     wire: Wire = identity,
-    **unknown: Any,
 ) -> Any:
     """x `B S D` -> `B S D`; with return_routing also its `Routing`, for `balance_loss` and `expert_counts`."""
-    refuse_unknown("moe", moe, unknown)
     check_presence("moe", params, cfg, MoE)
     # F is the rank's own, as its weights have it.
     widths = {letter: n for letter, n in cfg.sizes.items() if letter != "F"}

@@ -30,8 +30,19 @@ from torch import Tensor
 from .shapes import letters, parse, shape_of
 
 __all__ = [
-    "Tree", "TreeError", "check", "dim", "leaves", "map", "paths", "pytree", "replace",
-    "sizes_of", "static", "trainable", "wide_paths",
+    "Tree",
+    "TreeError",
+    "check",
+    "dim",
+    "fp32_paths",
+    "leaves",
+    "map",
+    "paths",
+    "pytree",
+    "replace",
+    "sizes_of",
+    "static",
+    "trainable",
 ]  # fmt: skip
 
 NAMESPACE = "meshfn"
@@ -47,18 +58,18 @@ def dim(
     *,
     when: str | None = None,
     initial: float | Callable[[Any], float] | None = None,
-    wide: bool = False,
+    keep_fp32: bool = False,
 ) -> Any:
     """A leaf with this global shape in letters, such as `"((K/tp G) E) D"`; also its sharding and loading spec.
 
     when: the config attribute that says whether the leaf exists; without it, it always does.
     initial: a constant, or a function from the config to one; without it, normal with the config's `initializer_range`
         (0.02 where it has none).
-    wide: where it is stored in fp32 it stays so, whatever half precision the others are computed in (`wide_paths`).
+    keep_fp32: where it is stored in fp32 it stays so, whatever half precision the others have (`fp32_paths`).
     """
     parse(spec)
     default: Any = dataclasses.MISSING if when is None else None
-    metadata = {"spec": spec, "when": when, "initial": initial, "wide": wide}
+    metadata = {"spec": spec, "when": when, "initial": initial, "keep_fp32": keep_fp32}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -81,9 +92,11 @@ class Tree:
 
         sizes: letters that the config does not bind (`B=2, T=1024` for a cache).
         """
-        return _build(
-            cls, cfg, sizes, lambda shape, spec, field, c, path: torch.empty(shape, dtype=dtype, device="meta")
-        )
+
+        def make(shape: tuple[int, ...], spec: str, field: dataclasses.Field[Any], *_: Any) -> Tensor:
+            return torch.empty(shape, dtype=_dtype_of(field, dtype), device="meta")
+
+        return _build(cls, cfg, sizes, make)
 
     @classmethod
     def init(
@@ -103,7 +116,7 @@ class Tree:
             constant = field.metadata["initial"]
             if callable(constant):
                 constant = constant(c)
-            kind = torch.promote_types(dtype, torch.float32) if field.metadata["wide"] else dtype
+            kind = _dtype_of(field, dtype)
             if constant is not None:
                 return torch.full(shape, constant, dtype=kind, device=device)
             # crc32 and not hash(), which differs from process to process; a generator takes 32 bits of a seed alone.
@@ -115,19 +128,7 @@ class Tree:
 
     def specs(self) -> Self:
         """The same tree with each leaf's spec, as a string, in its place."""
-
-        def convert(node: Any) -> Any:
-            if isinstance(node, tuple):
-                return tuple(convert(x) for x in node)
-            if not isinstance(node, Tree):
-                return node
-            new = {}
-            for f in dataclasses.fields(node):  # type: ignore[arg-type]
-                value = getattr(node, f.name)
-                new[f.name] = f.metadata["spec"] if "spec" in f.metadata and value is not None else convert(value)
-            return type(node)(**new)
-
-        return typing.cast(Self, convert(self))
+        return typing.cast(Self, _said(self, "spec"))
 
     def __repr__(self) -> str:
         """One line a leaf: path, letters, shape, dtype."""
@@ -164,8 +165,7 @@ def pytree(cls: type[C]) -> type[C]:
         return [getattr(node, n) for n in present], (present, tuple(getattr(node, n) for n in statics))
 
     def unflatten(children: Iterable[Any], context: Any) -> Any:
-        present, values = context
-        missing = dict.fromkeys(others)
+        (present, values), missing = context, dict.fromkeys(others)
         return made(**missing | dict(zip(present, children, strict=True)) | dict(zip(statics, values, strict=True)))
 
     def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
@@ -223,21 +223,22 @@ def sizes_of(tree: Any, cfg: Any) -> dict[str, dict[str, int]]:
     return dict(walk(tree, cfg, {}, ""))
 
 
-def wide_paths(tree: Any) -> set[str]:
-    """The paths of leaves that stay in fp32 where they are stored so."""
+def fp32_paths(tree: Any) -> set[str]:
+    """The paths of leaves that stay in fp32 where they are so."""
+    return {path for path, kept in paths(_said(tree, "keep_fp32")).items() if kept}
 
-    def walk(node: Any, path: str) -> Iterator[str]:
-        for f in dataclasses.fields(node):
-            value, here = getattr(node, f.name), f"{path}.{f.name}"
-            if f.metadata.get("wide") and value is not None:
-                yield here
-            elif isinstance(value, tuple):
-                for i, child in enumerate(value):
-                    yield from walk(child, f"{here}[{i}]")
-            elif isinstance(value, Tree):
-                yield from walk(value, here)
 
-    return set(walk(tree, ""))
+def _said(node: Any, key: str) -> Any:
+    """The tree with what `dim` was told of each leaf in its place."""
+    if isinstance(node, tuple):
+        return tuple(_said(x, key) for x in node)
+    if not isinstance(node, Tree):
+        return node
+    new = {}
+    for f in dataclasses.fields(node):  # type: ignore[arg-type]
+        value = getattr(node, f.name)
+        new[f.name] = f.metadata[key] if key in f.metadata and value is not None else _said(value, key)
+    return type(node)(**new)
 
 
 def structure(tree: Any) -> Any:
@@ -268,8 +269,8 @@ def replace(tree: C, new: dict[str, Any]) -> C:
 
 
 def trainable(tree: Any) -> list[Tensor]:
-    """The tensors an optimiser should own: each leaf that requires a gradient, a view's base in place of the view,
-    each once (tied leaves are one tensor)."""
+    """The tensors an optimiser should own: each leaf that requires a gradient (of a file none does until it is told
+    `requires_grad_()`), a view's base in place of the view, each once (tied leaves are one tensor)."""
     found: dict[int, Tensor] = {}
     for path, leaf in paths(tree).items():
         if not isinstance(leaf, Tensor):
@@ -326,6 +327,10 @@ def check_presence(function: str, params: Tree, cfg: Any, kind: type[Tree] | Non
                 f"{function}: the config says {attribute}={getattr(cfg, attribute)!r}, but {name} {has}\n"
                 f"    fix: {name}.init(cfg, seed) makes what the config asks for"
             )
+
+
+def _dtype_of(field: dataclasses.Field[Any], dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if field.metadata["keep_fp32"] else dtype
 
 
 def _described(spec: str, leaf: Any) -> str:

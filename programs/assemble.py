@@ -57,11 +57,11 @@ def assemble(
         raise ValueError(f"load(layers=...): {beyond} are asked for, and the model has {count}")
     whole = Decoder.abstract(cfg)
     wanted = pieces(family, whole, there=source.shapes, files=source.files)
-    _check(family, count, wanted, source)
+    _check(family, wanted, source)
 
     cfg = replace(cfg, layers=tuple(cfg.layers[i] for i in kept))
     place = {f".layers[{i}].": f".layers[{j}]." for j, i in enumerate(kept)}
-    shapes, wide = {path: leaf.shape for path, leaf in tree.paths(whole).items()}, tree.wide_paths(whole)
+    shapes, wide = {path: leaf.shape for path, leaf in tree.paths(whole).items()}, tree.fp32_paths(whole)
     here = {name: paths for name, each in wanted.items() if (paths := _placed(each[0].held.paths, place))}
     total, done = sum(len(wanted[name]) for name in here), 0
     new: dict[str, Tensor] = {}
@@ -88,7 +88,7 @@ def _storage(parts: Sequence[Piece], shape: tuple[int, ...], source: Source, sta
     return torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes), device=source.device)
 
 
-def _check(family: Family, count: int, wanted: Mapping[str, Sequence[Piece]], source: Source) -> None:
+def _check(family: Family, wanted: Mapping[str, Sequence[Piece]], source: Source) -> None:
     """Raise `TreeError` with all that is missing, misshapen or not expected, as the source calls it."""
     every = [piece for each in wanted.values() for piece in each]
     faults = []
@@ -102,7 +102,7 @@ def _check(family: Family, count: int, wanted: Mapping[str, Sequence[Piece]], so
     strays = [
         f"{source.shown(name)}: not expected, it has {shape}"
         for name, shape in source.shapes.items()
-        if name not in used and not family.leaves_out(name, count)
+        if name not in used
     ]
     if faults or strays:
         lines = listed(faults, _MOST_LINES[0]) + listed(strays, _MOST_LINES[1])

@@ -29,9 +29,9 @@ import torch.nn.functional as tnf
 from torch import Tensor
 
 from .. import functional as F
+from ..functional.absorbed import split_heads
 from ..functional.core import grouped, masked_softmax, present, visible, wide
 from ..functional.experts import gated
-from ..functional.latent import split_heads
 from ..functional.primitive import PRIMITIVES
 from .cpu_latent import latent_attention
 from .dynamo import largest
@@ -197,7 +197,7 @@ def absorbed_core(
     k_positions: Tensor | None = None,
     **rules: Any,
 ) -> Tensor:
-    """As `functional.latent.absorbed_core`; of a few tokens the products with `kv_b` are sums too."""
+    """As `functional.absorbed.absorbed_core`; of a few tokens the products with `kv_b` are sums too."""
     see = visible(q_positions=q_positions, k_positions=k_positions, **rules)
     wk_HNL, wv_HVL = split_heads(kv_b, q.shape[2], nope_dim)
     q_BSHE = wide(present(q, q_positions))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,12 +139,19 @@ def _device(device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _tokenizer_of(path: Path) -> Any:
+def _tokenizer_of(path: Path) -> Any | None:
+    """None, with a warning, where it is no more than code to run, which is never done."""
     from transformers import AutoTokenizer
 
-    if path.is_dir():
-        return AutoTokenizer.from_pretrained(str(path))
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    if not path.is_dir():
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # a tokenizer's own files may raise anything
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = f"load: the tokenizer of {path.name} cannot be read, so prompts are token ids: {said}"
+        warnings.warn(text, stacklevel=4)
+        return None
 
 
 def _packaged_file(name: str) -> Path | None:
@@ -255,6 +263,8 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
 
     # Buffers that older versions of transformers wrote beside the weights.
     own = _own_names([n for n in file.shapes if not n.endswith("rotary_emb.inv_freq")], wrapper)
+    for name in family.leaves_out(own, fields):
+        del own[name]
     _check_formats(folder.name, {theirs: file.dtypes[theirs] for theirs in own.values()})
     shapes = {name: file.shapes[theirs] for name, theirs in own.items()}
     if wish.abstract and not shapes:
@@ -290,7 +300,7 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
         shown=_shown(own, wrapper),
     )
     cfg, params = assemble(family, cfg, wish.layers, source, wish.progress)
-    stops = file.generation.get("eos_token_id", file.config.get("eos_token_id"))
+    stops = file.generation.get("eos_token_id", fields.get("eos_token_id"))
     return Model(
         name=name,
         config=cfg,
@@ -300,7 +310,7 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
         generation=file.generation,
         tokenizer=None if wish.abstract or not file.has_tokenizer else _tokenizer_of(folder),
         eos_token_id=_ids(stops),
-        pad_token_id=file.generation.get("pad_token_id", file.config.get("pad_token_id")),
+        pad_token_id=file.generation.get("pad_token_id", fields.get("pad_token_id")),
     )
 
 

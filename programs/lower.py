@@ -41,12 +41,6 @@ def primitive_name(node: fx.Node) -> str | None:
     return name if space == NAMESPACE else None
 
 
-def keys_and_values(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a primitive of attention is given as keys and values; none for another primitive."""
-    bound = _bound(node)
-    return [bound[key] for key in ("k", "v", "latent") if isinstance(bound.get(key), fx.Node)]
-
-
 def share_read(node: fx.Node) -> Fraction:
     """How much of its parameters a primitive reads at most: of the experts those that tokens choose, else all."""
     bound = _bound(node)

@@ -24,7 +24,7 @@ from .model import Model
 from .prompts import Prompts, cut, end_tokens, read_prompts, repeated
 from .report import Plan, make_plan
 from .sampling import Chooser, SamplingOptions, StopStrings, check_options
-from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target
+from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target, arch_of
 from .steps import State, make_steps, packed
 from .weights import Weights
 
@@ -96,7 +96,7 @@ class Program:
     ) -> None:
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.device, self.dtype = device, dtype
-        self.target = Target(device.type, dtype, _arch(device))
+        self.target = Target(device.type, dtype, arch_of(device))
         self.kernels = with_table(self.target, kernels) if compiled else ()
         # Tracing a plan takes seconds. A build that is strict, or was given kernels, is held to it; those of the table
         # are held to it by our tests.
@@ -395,10 +395,3 @@ class Program:
                 parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
         found = torch.cat(parts, 1).cpu()
         return [found[i, : len(row) - 1] for i, row in enumerate(read.rows)]
-
-
-def _arch(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"

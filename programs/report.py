@@ -21,7 +21,7 @@ from ..functional.mla import is_absorbed
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .kernel import Kernel
-from .lower import choose, keys_and_values, lower, primitive_name, share_read
+from .lower import choose, lower, primitive_name, share_read
 from .model import Model, count_text
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -33,7 +33,7 @@ __all__ = ["Plan", "PlanRow", "make_plan"]
 @dataclass(frozen=True)
 class PlanRow:
     """One node. reads: bytes of parameters that it reads; context: bytes of cache, at most. kernel: its name, or why
-    there is none."""
+    there is none. at_most: whether `reads` depends on what tokens choose."""
 
     names: str
     op: str
@@ -42,6 +42,7 @@ class PlanRow:
     context: int
     kernel: str
     chosen: bool
+    at_most: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class Plan:
                 for r in block.rows:
                     cells = [r.names.ljust(widths[0]), r.op.ljust(widths[1]), r.shape.ljust(widths[2])]
                     read = f"reads    {size_text(r.reads):>10}" if r.reads else " " * 19
-                    read = f"reads <= {size_text(r.reads + r.context):>10}" if r.context else read
+                    if r.context or r.at_most:
+                        read = f"reads <= {size_text(r.reads + r.context):>10}"
                     kernel = r.kernel if self.compiled else "eager"
                     lines.append(f"    {'  '.join(cells)}  {read}  {kernel}".rstrip())
         return "\n".join(
@@ -143,10 +145,14 @@ class Plan:
 def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kernel], compiled: bool) -> Plan:
     """Trace prefill and decode of the model on the meta device and read the plan from the graphs."""
     # Strides too are the model's own: a kernel may decline a weight for how it lies.
-    leaves, wide = tree.paths(model.params), tree.wide_paths(model.params)
+    leaves, wide = tree.paths(model.params), tree.fp32_paths(model.params)
     dtypes = {path: computed_dtype(leaf.dtype, target.dtype, path in wide) for path, leaf in leaves.items()}
+    kept = (target.device, "meta")
+    moved = {path for path, p in leaves.items() if p.dtype != dtypes[path] or p.device.type not in kept}
     abstract = {
-        path: torch.empty_strided(leaf.shape, leaf.stride(), dtype=dtypes[path], device="meta")
+        path: torch.empty_like(leaf, dtype=dtypes[path], device="meta")
+        if path in moved
+        else torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
         for path, leaf in leaves.items()
     }
     params = tree.replace(model.params, abstract)
@@ -163,8 +169,6 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         left = lower(graph.module, target, tuple(kernels))
         notes = _ways(model.config, sizes, length, target.dtype)
         phases[name] = PhasePlan(name, header, notes, blocks, left, graph)
-    kept = (target.device, "meta")
-    moved = [path for path, p in leaves.items() if p.dtype != dtypes[path] or p.device.type not in kept]
     return Plan(
         model=model.name,
         target=target,
@@ -195,7 +199,8 @@ def _ways(cfg: F.DecoderConfig, sizes: Sizes, queries: int, dtype: torch.dtype) 
     for kind in dict.fromkeys(each.attention for each in cfg.layers if isinstance(each.attention, F.MLAConfig)):
         layers = _ranges([i for i, each in enumerate(cfg.layers) if each.attention == kind])
         slots = sizes.slots_of(kind.window)
-        costs = F.mla_costs(kind, queries, slots - 1)
+        ring = kind.window is not None and queries > 1  # read as it was before, with the new tokens after it
+        costs = F.mla_costs(kind, queries, slots - 1 + (queries if ring else 0))
         taken = "absorbed" if is_absorbed(kind, queries, slots) else "expanded"
         other = "expanded" if taken == "absorbed" else "absorbed"
         texts = {
@@ -263,8 +268,9 @@ class _Reader:
             kernel, text = choose(node, self.target, self.kernels)
             weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
             read = int(sum(_bytes(dynamo.value_of(n)) for n in weights) * share_read(node))
-            context = sum(_bytes(dynamo.value_of(n)) for n in keys_and_values(node))
-            return PlanRow(names, name, shape_text(value), read, context, text, kernel is not None)
+            context = sum(_bytes(dynamo.value_of(n)) for n in node.all_input_nodes if _of_cache(n, inputs))
+            at_most = name == "expert_mlp" and value.shape[:-1].numel() > 1
+            return PlanRow(names, name, shape_text(value), read, context, text, kernel is not None, at_most)
         if node.target is torch.nn.functional.embedding:
             return PlanRow(names, "embedding", shape_text(value), _bytes(value), 0, "compiler", True)
         if node.op == "call_method" and node.target == "copy_":
@@ -280,6 +286,20 @@ class _Reader:
             read = sum(_bytes(dynamo.value_of(n)) for n in weights)
             return PlanRow(names, op, shape_text(value), read, 0, "compiler", True)
         return None
+
+
+# Operations that read nothing, or a cache for what reads their result.
+_VIEWS = ("narrow", "split", "index_put", "masked_fill", "unsqueeze", "getitem", "cat")
+
+
+def _of_cache(node: fx.Node, inputs: Mapping[fx.Node, str]) -> bool:
+    """Whether what a node holds lies in a cache, or will when its new tokens have been written."""
+    name = inputs.get(node)
+    if name is not None:
+        return name.startswith("cache")
+    called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    first = next(iter(node.all_input_nodes), None)
+    return called in _VIEWS and first is not None and _of_cache(first, inputs)
 
 
 def _layer_index(nodes: Iterable[Any], names: Mapping[fx.Node, str]) -> int | None:

@@ -45,7 +45,7 @@ def save(model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB")
     write_checkpoint(
         Path(folder).expanduser(),
         tensors,
-        config=_config(model, model.family.model_type),
+        config=_config(model, model.family),
         generation=dict(model.generation) or None,
         tokenizer=model.tokenizer,
         max_shard_size=max_shard_size,
@@ -59,8 +59,7 @@ def _check_loss(family: Family, folder: Path) -> None:
     except ValueError:
         return  # none, or none that could be read
     wrapper = find_wrapper(str(there.config.get("model_type")))
-    count = there.config.get("num_hidden_layers")
-    lost = [name for name in there.shapes if isinstance(count, int) and family.leaves_out(name, count)]
+    lost = family.leaves_out(there.shapes, there.config)
     if wrapper is not None:
         lost += sorted(set(there.shapes) - set(wrapper.names(there.shapes).values()))
     if lost:
@@ -86,16 +85,16 @@ def _check_config(model: Model, family: Family) -> None:
         )
 
 
-def _config(model: Model, model_type: str) -> dict[str, Any]:
+def _config(model: Model, family: Family) -> dict[str, Any]:
     fields: Mapping[str, Any] = model.hf_config
     if "transformers_version" not in fields:  # as a GGUF file has them: some, under old names
-        fields = normalized(fields, model_type)
+        fields = normalized(fields, family.model_type)
     # What is written is plain, however the file was packed that it came from.
     fields = {name: value for name, value in fields.items() if name != "quantization_config"}
     stops = list(model.eos_token_id)
     return {
         **fields,
-        "architectures": fields.get("architectures") or [architecture(model_type)],
+        "architectures": fields.get("architectures") or [architecture(family.model_type)],
         "eos_token_id": stops[0] if len(stops) == 1 else stops or None,
         "pad_token_id": model.pad_token_id,
         "dtype": str(model.dtype).removeprefix("torch."),

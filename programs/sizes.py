@@ -14,7 +14,7 @@ from ..functional.shapes import check_positive
 from . import dynamo
 from .steps import State, windows
 
-__all__ = ["Sizes", "Target"]
+__all__ = ["Sizes", "Target", "arch_of"]
 
 # The cache is read in steps of this many slots, so that few different sizes occur.
 READ_STEP = 32
@@ -32,6 +32,14 @@ class Target:
 
     def __str__(self) -> str:
         return " ".join([self.device, str(self.dtype).removeprefix("torch."), *([self.arch] if self.arch else [])])
+
+
+def arch_of(device: torch.device) -> str | None:
+    """Such as "sm_90", of a CUDA device that is here."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 @dataclass(frozen=True)

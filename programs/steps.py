@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional import tree
-from ..functional.cache import Cache, cache_class
+from ..functional.cache import Cache
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
@@ -89,7 +89,7 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
     """A layer of a kind, as a function of the leaves of its arguments."""
     leaf = torch.empty(0)
     rope = () if kind.attention.rope is None else (leaf, leaf)
-    cache = cache_class(kind.attention).abstract(kind.attention, B=1, T=1)
+    cache = kind.attention.cache_class.abstract(kind.attention, B=1, T=1)
     like = (F.Layer.abstract(kind), leaf, cache, leaf, rope, leaf)
     definition = tree.structure(like)
 

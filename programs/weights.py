@@ -22,7 +22,7 @@ class Weights:
 
     def __init__(self, params: F.Decoder, cfg: F.DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.params, self._cfg, self._device = params, cfg, device
-        leaves, wide = tree.paths(params), tree.wide_paths(params)
+        leaves, wide = tree.paths(params), tree.fp32_paths(params)
         self._dtypes = {path: computed_dtype(leaf.dtype, dtype, path in wide) for path, leaf in leaves.items()}
         self._strides = {path: leaf.stride() for path, leaf in leaves.items()}
         self._converted: dict[str, Tensor] = {}
@@ -42,8 +42,8 @@ class Weights:
         """Room for the converted copies."""
         for path, leaf in tree.paths(self.params).items():
             if not self._here(path, leaf):
-                empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=self._dtypes[path], device=self._device)
-                self._converted[path] = empty
+                # In the order in which it lies, without the gaps of a view.
+                self._converted[path] = torch.empty_like(leaf, dtype=self._dtypes[path], device=self._device)
 
     def live(self) -> F.Decoder:
         """The parameters to compute with: detached, so that a Parameter and a plain tensor compile alike, each with a

@@ -6,7 +6,6 @@ families share, `latent` and `mixture` what those with latent attention and with
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -44,8 +43,8 @@ class Family:
     inert: fields of its published configs that nothing looks at -> the value at which that is right, or a function of
         all fields to it.
     tied: name -> the name it repeats where the config ties them; a checkpoint may then carry both.
-    further_layers: whether its files have layers beyond those of the config, which predict more tokens at once; they
-        are left out.
+    further_layers: the config field that counts the layers that its files have beyond the others, which predict more
+        tokens at once; they are left out.
     gguf_arch: the architecture's name in GGUF files. gguf_extra: config fields that follow from which tensors a GGUF
         file has. gguf_fields: GGUF metadata key -> config field.
     gguf_permuted: checkpoint names whose rows GGUF keeps in interleaved rotary order -> the config field that
@@ -57,7 +56,7 @@ class Family:
     names: Mapping[str, str | Leaves]
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     inert: Mapping[str, Any] = field(default_factory=dict)
-    further_layers: bool = False
+    further_layers: str | None = None
     gguf_arch: str | None = None
     gguf_fields: Mapping[str, str] | None = None
     gguf_extra: Callable[[Collection[str]], dict[str, Any]] = field(default=lambda names: {})
@@ -88,10 +87,12 @@ class Family:
                 found[name] = replace(leaves, paths=paths)
         return found
 
-    def leaves_out(self, name: str, layers: int) -> bool:
-        """Whether a tensor is of a layer beyond those of the config, and such layers are left out."""
-        found = re.match(r"model\.layers\.(\d+)\.", name) if self.further_layers else None
-        return found is not None and int(found[1]) >= layers
+    def leaves_out(self, names: Collection[str], fields: Mapping[str, Any]) -> list[str]:
+        """The tensors of layers beyond the others, as many as these fields of a config say there are."""
+        further = 0 if self.further_layers is None else fields.get(self.further_layers) or 0
+        count = fields.get("num_hidden_layers") or 0
+        begins = tuple(f"model.layers.{i}." for i in range(count, count + further))
+        return [name for name in names if name.startswith(begins)] if begins else []
 
     def read_config(
         self, fields: Mapping[str, Any], defaults: Mapping[str, Any], ignore: Collection[str] = ()
@@ -114,15 +115,17 @@ class Family:
             raise ValueError(f"load(ignore=...): the config has no {', '.join(stray)}")
         unknown = seen.unexplained(defaults, self.inert, ignore)
         if unknown:
+            names = [line.partition("=")[0] for line in unknown]
+            if len(unknown) >= 6:
+                fix = f"so many that this is no {self.model_type}"
+            elif "quantization_config" in names:
+                fix = "fix: a checkpoint whose weights are not packed, or abstract=True to plan without them"
+            else:
+                fix = f"fix: load(..., ignore={names!r}), if you know that they change nothing"
             raise ValueError(
                 f"config fields that family {self.model_type} does not explain\n    "
                 + "\n    ".join(unknown)
-                + (
-                    f"\n    fix: load(..., ignore={[line.partition('=')[0] for line in unknown]!r}), "
-                    "if you know that they change nothing"
-                    if len(unknown) < 6
-                    else f"\n    so many that this is no {self.model_type}"
-                )
+                + f"\n    {fix}"
             )
         return cfg
 

@@ -20,4 +20,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return latent.decoder(hf, sparse, interleaved=bool(hf.get("rope_interleave", True)), **latent.sigmoid_routing(hf))
 
 
-FAMILY = Family(model_type="deepseek_v3", config=config, names=NAMES, inert=INERT, further_layers=True)
+FAMILY = Family(
+    model_type="deepseek_v3", config=config, names=NAMES, inert=INERT, further_layers="num_nextn_predict_layers"
+)

@@ -38,5 +38,5 @@ FAMILY = Family(
     config=config,
     names=deepseek_v3.NAMES,
     inert=deepseek_v3.INERT | {"first_k_dense_replace": _first_dense},
-    further_layers=True,
+    further_layers="num_nextn_predict_layers",
 )

@@ -251,7 +251,7 @@ dot_product_attention(segment_ids=...): ids of both sides are needed, B S and B 
 dot_product_attention(mask=...): 4 dimensions are needed, but it has 3
     mask: B H S T = 2 5 7
     so far: B=2 S=5 H=6 E=8 T=7 K=3 V=8
-    fix: mask[None], the same for each row
+    fix: mask[:, None], the same for each head
 
 dot_product_attention(window=0): at least 1 token, the query's own
 

@@ -143,7 +143,6 @@ def test_equal_scores_choose_the_lowest_index():
     assert (F.route(params, torch.randn(3, 40, 10), cfg).indices == torch.arange(5)).all()
     rows = torch.zeros(64, 10).index_fill(0, torch.tensor([7, 40, 41]), 1.0)
     params = F.tree.replace(params, {".router": rows})
-    assert (F.route(params, torch.ones(2, 1, 10), cfg).indices == torch.tensor([40, 41, 0, 1, 2])).sum() == 0
     assert F.route(params, torch.ones(1, 1, 10), tiny(num_experts=64, num_experts_per_tok=5)).indices.tolist() == [
         [[7, 40, 41, 0, 1]]
     ]

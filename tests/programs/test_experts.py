@@ -10,7 +10,7 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
-from meshfn.programs import assemble
+from meshfn.programs import assemble, dynamo
 from meshfn.programs.checkpoint import Checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Kimi_K25Config, Kimi_K25ForConditionalGeneration
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Kimi_K25Config, Kimi_K25ForCondit
 from ..families import FAMILIES, SIZES, family
 from .test_load import edit, same
 
+IDS = torch.arange(1, 13).view(2, 6)
 V3 = SIZES | FAMILIES["deepseek_v3"][1]
 
 
@@ -105,7 +106,7 @@ def test_what_routing_needs_stays_wide(folder):
     """Where the file has it so."""
     for model in (programs.load(folder, dtype=torch.bfloat16, abstract=a) for a in (False, True)):
         wide = {p for p, leaf in F.tree.paths(model.params).items() if leaf.dtype == torch.float32}
-        assert wide == F.tree.wide_paths(model.params) == {
+        assert wide == F.tree.fp32_paths(model.params) == {
             f".layers[{i}].mlp.{each}" for i in (1, 2) for each in ("router", "correction_bias")
         }  # fmt: skip
         assert model.dtype == torch.bfloat16
@@ -129,9 +130,13 @@ def test_an_unknown_type_is_read_like_a_known_one(folder):
 
 def test_layers_that_predict_more_tokens_are_left_out(folder):
     plain = programs.load(folder)
+    edit(folder, num_nextn_predict_layers=2)
     names = ("layers.3.eh_proj.weight", "layers.3.mlp.experts.0.up_proj.weight", "layers.4.embed_tokens.weight")
     rewrite(folder, lambda tensors: tensors.update({f"model.{name}": torch.ones(2) for name in names}))
     assert same(programs.load(folder).params, plain.params)
+    edit(folder, num_nextn_predict_layers=1)
+    with pytest.raises(F.TreeError, match=r"model\.layers\.4\.embed_tokens\.weight: not expected"):
+        programs.load(folder)
     edit(folder, num_hidden_layers=2, num_nextn_predict_layers=3)
     assert len(programs.load(folder).params.layers) == 2
     rewrite(folder, lambda tensors: tensors.update({"model.layers.0.extra": torch.ones(2)}))
@@ -264,7 +269,7 @@ MoEConfig(n_group=4): num_experts=6 do not divide over it
 
 config fields that family deepseek_v3 does not explain
     quantization_config={'quant_method': 'mxfp4'}, unknown
-    fix: load(..., ignore=['quantization_config']), if you know that they change nothing
+    fix: a checkpoint whose weights are not packed, or abstract=True to plan without them
 
 checkpoint and config of family deepseek_v3 differ
     .layers[1].mlp.gate[3] (model.layers.1.mlp.experts.3.gate_proj.weight): missing, "F/tp D" = (14, 48)
@@ -303,3 +308,48 @@ config fields that family mixtral does not explain
     router_jitter_noise=0.1, right where it is 0.0
     fix: load(..., ignore=['router_jitter_noise']), if you know that they change nothing""",
     )
+
+
+def test_parameters_that_lie_otherwise_are_compiled_again_with_a_warning(monkeypatch):
+    """What training makes of a view of a fused tensor has no gaps."""
+    monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+    model = programs.load(family("mixtral", num_hidden_layers=1))
+    program = programs.build(model, max_len=12, chunk=4)
+    grads = torch.func.grad(lambda p: F.next_token_loss(p, IDS[:, :-1], model.config, IDS[:, 1:])[0])(model.params)
+    trained = F.tree.map(lambda p, g: (p - 0.1 * g).detach(), model.params, grads)
+    assert trained.layers[0].mlp.gate.stride() != model.params.layers[0].mlp.gate.stride()
+    with pytest.warns(UserWarning, match=r"\.layers\[0\]\.mlp\.gate, \.layers\[0\]\.mlp\.up lie otherwise in memory"):
+        program.params = trained
+    found = program.generate([[1, 2, 3]], max_new_tokens=4).tokens[0]
+    logits, _ = F.decoder(trained, torch.tensor([[1, 2, 3, *found]]), model.config)
+    assert logits[0, 2:-1].argmax(-1).tolist() == found
+    assert (program.prefill.compiles, program.decode.compiles) == (2, 2)
+    program.params = F.tree.map(torch.clone, trained)
+    program.generate([[1, 2, 3]], max_new_tokens=4)
+    assert (program.prefill.compiles, program.decode.compiles) == (2, 2)
+    routers = {p: t.double() for p, t in F.tree.paths(trained).items() if "router" in p}
+    with pytest.raises(ValueError, match=r"router: float32 on cpu .* but the tensor is float64"):
+        program.params = F.tree.replace(trained, routers)
+
+
+def test_what_was_not_read_is_not_written_over(tmp_path):
+    """Layers that predict further tokens; and what a model that sees has beside its language model."""
+    module = family("deepseek_v3")
+    module.save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2)}))
+    edit(tmp_path, num_nextn_predict_layers=1)
+    model = programs.load(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"has 1 tensors that were not read and would be lost, such as model\.layers\.3"
+    ):
+        programs.save(model, tmp_path)
+    programs.save(model, tmp_path / "other")
+    programs.save(model, tmp_path / "other")
+
+
+def test_converted_copies_have_no_gaps():
+    """Of views of fused tensors too: what the plan says is what is allocated."""
+    for name in ("mixtral", "gpt_oss"):
+        program = programs.build(programs.load(family(name)), max_len=12, chunk=4, dtype=torch.bfloat16, compile=False)
+        held = sum(t.untyped_storage().nbytes() for t in program._weights._converted.values())
+        assert program.plan.converted == held

@@ -227,7 +227,7 @@ transformers' LlamaConfig refuses the config: Class validation error for validat
 
 config fields that family llama does not explain
     quantization_config={'quant_method': 'fp8'}, unknown
-    fix: load(..., ignore=['quantization_config']), if you know that they change nothing
+    fix: a checkpoint whose weights are not packed, or abstract=True to plan without them
 
 transformers' LlamaConfig refuses the config: "Missing required keys in `rope_parameters` for 'rope_type'='yarn': {'factor'}"
 

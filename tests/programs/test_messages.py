@@ -180,7 +180,7 @@ def test_parameters(eager):
         eager.params = F.tree.replace(params, {q: new})
 
     old = F.tree.paths(params)[q].detach()
-    found = [message(replace, new) for new in (old[:-1], old.double(), old.T.contiguous().T)]
+    found = [message(replace, new) for new in (old[:-1], old.double())]
     assert_expected_inline(
         "\n\n".join(found),
         """\
@@ -188,10 +188,7 @@ program.params do not match in 1 leaf
     .layers[1].attention.q: "((K/tp G) E) D" = (48, 48), but the tensor has (47, 48)
 
 program.params: other parameters than it was built for
-    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor is float64 on cpu with strides (48, 1)
-
-program.params: other parameters than it was built for
-    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor is float32 on cpu with strides (1, 48)""",
+    .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor is float64 on cpu with strides (48, 1)""",
     )
     assert eager.params is params
 
