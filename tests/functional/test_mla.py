@@ -172,6 +172,57 @@ def test_a_cache_gives_what_the_whole_gives(window):
             torch.testing.assert_close(found[1, :6], wanted[1, :6], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_empty_slots_have_no_part_in_gradients(absorbed):
+    cfg = tiny()
+    params = F.tree.map(lambda t: t.requires_grad_(), F.MLA.init(cfg, 0, dtype=torch.float64))
+    x, positions = torch.randn(2, 4, 20, dtype=torch.float64), torch.arange(4)[None]
+    found = []
+    for value in (torch.nan, 0.0):
+        cache = F.LatentCache(latent=torch.full((2, 9, 17), value, dtype=torch.float64))
+        out, _ = F.mla(params, x, cfg, positions=positions, cache=cache, absorbed=absorbed)
+        found.append(torch.autograd.grad(out.square().sum(), F.tree.leaves(params)))
+    assert all(map(torch.equal, *found))
+    assert all(grad.isfinite().all() for grad in found[0])
+
+
+def test_a_core_of_ones_own_is_never_passed_over():
+    """Over a cache too, where the absorbed way would be cheaper; and what it and a rotary return is looked at."""
+    cfg = tiny()
+    params, x = F.MLA.init(cfg, 0), torch.randn(1, 1, 20)
+    (cache,) = F.empty_caches([cfg], 1, 8, dtype=torch.float32)
+    seen = []
+
+    def core(*args, **given):
+        seen.append(1)
+        return F.dot_product_attention(*args, **given)
+
+    F.mla(params, x, cfg, positions=torch.zeros(1, 1, dtype=torch.long), cache=cache, core=core)
+    assert seen == [1]
+    given = {"positions": torch.zeros(1, 1, dtype=torch.long)}
+    with pytest.raises(
+        F.ShapeError, match=r"mla\(core=...\): B S H V = \(1, 1, 3, 7\) is needed, but it returned \(1, 1, 3, 5\)"
+    ):
+        F.mla(params, x, cfg, core=lambda q, k, v, **_: v[:, :1, :, :5], **given)
+    with pytest.raises(F.ShapeError, match=r"mla\(rotary=...\): it made \(1, 1, 3, 2\) of B S H R = \(1, 1, 3, 4\)"):
+        F.mla(params, x, cfg, rotary=lambda x, cos, sin, **_: x[..., :2] if x.shape[2] > 1 else x, **given)
+
+
+def test_half_precision_is_as_near_as_transformers():
+    """Absorbed and expanded: at most 1.5 times the error of transformers' own run in bfloat16, against double."""
+    module, tables, params, cfg = deepseek(rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    x, positions = torch.randn(4, 19, 36).bfloat16(), torch.arange(19)[None]
+    exact = theirs(module, tables, x.double(), positions)
+    half = F.tree.map(lambda t: t.detach().bfloat16(), params)
+    cos, sin = tables(x.float(), positions)
+    mask = torch.full((19, 19), -torch.inf, dtype=torch.bfloat16).triu(1)[None, None]
+    with torch.no_grad():
+        error = (module.bfloat16()(x, (cos.bfloat16(), sin.bfloat16()), mask)[0].double() - exact).norm()
+        for absorbed in (False, True):
+            found, _ = F.mla(half, x, cfg, positions=positions, absorbed=absorbed)
+            assert (found.double() - exact).norm() <= 1.5 * error
+
+
 def test_the_way_is_chosen_by_arithmetic():
     """One query in the latent, a long chunk expanded; V3's turning point is between 128 and 256 queries."""
     v3 = F.MLAConfig(
@@ -293,6 +344,11 @@ def test_arguments_that_cannot_be_are_refused():
         refused(F.mla_expand, params, latent, key.to("meta"), cfg),
         refused(F.mla_expand, params, latent, key, cfg, heads=(1, 4)),
         refused(F.mla_queries, params, torch.randn(2, 5, 8), cfg, heads=range(2, 2)),
+        refused(F.mla_queries, params, torch.randn(2, 5, 8), cfg, heads=[0, 2]),
+        refused(F.mla_queries, params, x, cfg),
+        refused(F.mla_expand, params, key, latent, cfg),
+        refused(F.attention, params, x, cfg, positions=positions),
+        refused(F.mla, params, x, cfg, positions=positions, absorbed="expanded"),
         refused(F.mla, dataclasses.replace(params, gate=torch.randn(21, 20)), x, cfg, positions=positions),
         refused(F.attention, F.Attention.init(other, 0), x, other, positions=positions, cache=mine),
         refused(F.mla, params, x, dataclasses.replace(cfg, rope=None), positions=positions, rope=(cos, sin)),
@@ -343,6 +399,18 @@ ValueError: mla_expand(heads=(1, 4)): outside the projection, which has 3 heads
     fix: 0 <= first < end <= 3
 ValueError: mla_queries(heads=(2, 2)): outside the projection, which has 3 heads
     fix: 0 <= first < end <= 3
+TypeError: mla_queries(heads=[0, 2]): a pair (first, end) or a range of neighbours is needed
+    fix: heads=(0, 2) for the first two
+ShapeError: mla_queries(q_latent=...): Q is 8 in the config but 20 in q_latent
+    q_latent: B S Q = 2 5 20
+                          ^^
+    so far: D=20 H=3 Q=8 N=5 R=4 E=9 V=7 L=13 NV=12 LR=17 B=2 S=5
+ShapeError: mla_expand(kv_latent=...): L is 13 in the config but 4 in kv_latent
+    kv_latent: B T L = 2 5 4
+                           ^
+    so far: D=20 H=3 Q=8 N=5 R=4 E=9 V=7 L=13 NV=12 LR=17 B=2 T=5
+TreeError: attention: Attention and AttentionConfig are needed, not MLA and MLAConfig
+TypeError: mla(absorbed='expanded'): True, False, or None for what is cheaper
 TreeError: mla: the config says output_gate=False, but MLA has .gate
     fix: MLA.init(cfg, seed) makes what the config asks for
 TypeError: attention(cache=...): a KVCache is needed, not LatentCache, of another kind of layer

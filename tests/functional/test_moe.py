@@ -206,6 +206,20 @@ def test_transforms_and_compile():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_compiled_transforms(transform):
+    """`torch.func` within `torch.compile`."""
+    cfg = tiny()
+    params, x = make(cfg), torch.randn(3, 2, 4, 10, dtype=torch.float64)
+    fn = torch.func.grad(lambda x: F.moe(params, x, cfg).square().sum())
+    if transform == "vmap":
+        fn, given = torch.func.vmap(lambda x: F.moe(params, x, cfg)), x
+    else:
+        given = x[0]
+    found = torch.compile(fn, fullgraph=True, backend="aot_eager")(given)
+    torch.testing.assert_close(found, fn(given))
+
+
 def test_balance_loss_and_counts_are_transformers_over_layers_and_masks():
     cfg = tiny()
     layers = [make(cfg, seed) for seed in range(3)]

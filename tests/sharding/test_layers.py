@@ -143,8 +143,65 @@ def test_whole_models_of_unlike_layers(layout, axes):
         want, wanted = F.next_token_loss(params, ids, cfg, targets, **dense)
         equal((loss, count), (want, wanted))
         equal(torch.autograd.grad(loss, leaves), torch.autograd.grad(want, leaves))
-        logits, _ = sh.simulate(sh.shard(F.decoder, layout, mesh, S=S), mesh)(params, ids, cfg, **options)
-        equal(logits, F.decoder(params, ids, cfg, **dense)[0])
+        found = sh.simulate(sh.shard(F.decoder, layout, mesh, S=S), mesh)(
+            params, ids, cfg, return_routing=True, **options
+        )
+        wanted = F.decoder(params, ids, cfg, return_routing=True, **dense)
+        equal(found[0], wanted[0])
+        equal(F.balance_loss(found[2]), F.balance_loss(wanted[2]))
+        assert torch.equal(found[2][1].indices, wanted[2][1].indices)
+
+
+def test_experts_alone_over_ranks():
+    cfg = F.MoEConfig(hidden_size=24, moe_intermediate_size=5, num_experts=6, num_experts_per_tok=3)
+    params, x = weights(F.MoE.init(cfg, 0)), torch.randn(4, 12, 24, dtype=torch.float64, requires_grad=True)
+    mesh = sh.Mesh(tp=2, u=2)
+    layout = sh.Layout("tokens", {"x": "B S/u D", "h": "B S/u F/tp", "out": "B S/u D +tp -> B S/u D"})
+    y = sh.simulate(sh.shard(F.moe, layout, mesh, S=12), mesh)(params, x, cfg)
+    want, leaves = F.moe(params, x, cfg), [x, *F.tree.leaves(params)]
+    equal(y, want)
+    equal(torch.autograd.grad(y.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves))
+
+
+def latent_layout(heads: str, gather: bool) -> sh.Layout:
+    """Queries stay with their tokens; heads over an axis that splits the projections; latents gathered."""
+    S = "S/g" if gather else "S"
+    ends = {"kv_latent": "L", "key_rope": "R"}
+    return sh.Layout(
+        "latent",
+        {
+            "x": f"B {S} D",
+            "q": f"B {S} H{heads} E",
+            "kv_b": f"(H{heads} NV) L",
+            "kv": f"B T H{heads} NV",
+            "o": f"B {S} H{heads} V",
+            "out": f"B {S} D +tp -> B {S} D" if heads else f"B {S} D",
+            **{name: f"B {S} {n} -> B S {n}" if gather else f"B S {n}" for name, n in ends.items()},
+        },
+    )
+
+
+@pytest.mark.parametrize(("heads", "gather", "axes"), [("/tp", False, {"tp": 2}), ("", True, {"g": 3})])
+def test_a_layout_of_ones_own_for_latent_attention(heads, gather, axes):
+    """The seam has what such layouts need: heads split by weights, and latents that travel before the up-projection."""
+    cfg = F.MLAConfig(
+        hidden_size=24, num_attention_heads=4, kv_lora_rank=10, q_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4,
+        v_head_dim=5, norm=NORM, rope=F.RopeConfig(), output_gate=True, o_bias=True, initializer_range=0.3,
+    )  # fmt: skip
+    params, x = weights(F.MLA.init(cfg, 0)), torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+    mesh, leaves = sh.Mesh(**axes), [x, *F.tree.leaves(params)]
+    told = set()
+
+    def rotary(x, cos, sin, *, interleaved, head_offset=None, local_heads=None):
+        told.add((x.shape[2], head_offset, local_heads))
+        return F.apply_rope(x, cos, sin, interleaved=interleaved)
+
+    layer = sh.simulate(sh.shard(F.mla, latent_layout(heads, gather), mesh, S=7), mesh)
+    y, _ = layer(params, x, cfg, positions=torch.arange(7)[None], rotary=rotary)
+    want, _ = F.mla(params, x, cfg, positions=torch.arange(7)[None])
+    equal(y, want)
+    equal(torch.autograd.grad(y.sin().sum(), leaves), torch.autograd.grad(want.sin().sum(), leaves))
+    assert told == {(1, None, None), *([(2, 0, 2), (2, 2, 2)] if heads else [(4, 0, 4)])}
 
 
 def test_mrope_positions_of_a_shard():
