@@ -34,7 +34,7 @@ def test_training():
     program = programs.build(model, max_len=20, compile=False)
     before = program.score([[1, 2, 3]])[0]
     found = {"torch": torch, "F": F, "model": model, "program": program, "ids": torch.tensor([[1, 2, 3]] * 4)}
-    exec(snippet("F.next_token_loss(params, ids"), found)
+    exec(snippet("program.params = F.tree.map"), found)
     assert program.score([[1, 2, 3]])[0].sum() > before.sum()
     torch.testing.assert_close(found["value"], -before.mean(), rtol=1e-4, atol=1e-4)
 
@@ -67,12 +67,20 @@ def test_the_error_is_as_shown():
 
 
 def test_what_snippets_print_is_shown(capsys):
-    for word in ("sh.reshard(x.sin()", "layout.plan(", "F.balance_loss("):
+    for word in ("sh.reshard(x.sin()", "layout.plan(", "print(F.balance_loss("):
         code = snippet(word)
         exec(code, {})
         printed = capsys.readouterr().out
         shown = README.split(code)[1].split("```\n")[2]
         assert printed == shown
+
+
+def test_training_with_the_balance_loss():
+    model = programs.load(family("qwen3_moe"))
+    found = {"F": F, "params": model.params, "cfg": model.config, "ids": torch.tensor([[1, 2, 3]] * 4)}
+    exec(snippet("1e-3 * F.balance_loss"), found)
+    found["loss"].backward()
+    assert all(p.grad is not None for p in F.tree.trainable(model.params))
 
 
 def test_a_step_of_training():
