@@ -46,6 +46,7 @@ __all__ = [
     "mla_latents",
     "mla_output",
     "mla_queries",
+    "mla_rotary",
 ]
 
 

@@ -24,8 +24,8 @@ class MLAConfig:
     q_lora_rank: None where queries are projected from x at once. latent_norm: of both latents, whose eps is not the
     model's (1e-6 in DeepSeek's own code). attention_bias: of `q_a` and `kv_a`. o_bias: of `o`. output_gate: heads are
     multiplied by the sigmoid of a projection of x. rope: None for a layer without positions (NoPE), whose rotary key
-    stays as it is. softmax_scale: of the scores, (N + R)^-0.5 unless given; either way times the square of YaRN's
-    mscale_all_dim, see `scale`. norm, post_norm, causal, window, attention_dropout: as in `AttentionConfig`.
+    stays as it is. softmax_scale: of the scores; (N + R)^-0.5 with YaRN's correction unless given, see `scale`. norm,
+    post_norm, causal, window, attention_dropout: as in `AttentionConfig`.
     """
 
     hidden_size: int
@@ -97,8 +97,9 @@ class MLAConfig:
     def scale(self) -> float:
         """What scores are multiplied by. YaRN has two corrections: `mscale` belongs to the tables (see `RopeConfig`),
         `mscale_all_dim` here, squared, once for the query and once for the key."""
-        base = self.qk_head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
-        return base if self.rope is None else base * self.rope.score_scaling
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        return self.qk_head_dim**-0.5 * (1.0 if self.rope is None else self.rope.score_scaling)
 
     @property
     def sizes(self) -> dict[str, int]:
