@@ -25,7 +25,7 @@ def latent_attention(
     """q `B S H LR` in fp32 at least, latent `B T LR`, see boolean `B|1 H|1 S T`, absent boolean `B T` (slots that hold
     no token, whatever is in them), width L -> `B S H L` in q's dtype."""
     B, S, H, E = q.shape
-    q_BNE = (q * scale).view(B, S * H, E)
+    q_BNE = (q * scale).reshape(B, S * H, E)
     most = q_BNE.new_full((B, S * H, 1), torch.finfo(q.dtype).min)
     total, o_BNL = torch.zeros_like(most), q_BNE.new_zeros(B, S * H, width)
     for first in range(0, latent.shape[1], BLOCK):
