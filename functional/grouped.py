@@ -115,6 +115,16 @@ def _by_sample(
     return torch.stack(samples), 0
 
 
+@_linear_op.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+    return _by_sample(_linear_op, info, in_dims, args)
+
+
+@_outer_op.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+    return _by_sample(_outer_op, info, in_dims, args)
+
+
 def _tangent(fn: Callable[..., Tensor], ctx: Any, a: Tensor | None, b: Tensor | None) -> Tensor:
     """Both products are linear in each of their two arguments."""
     first, second, counts = ctx.saved_tensors

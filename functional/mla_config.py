@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -99,7 +100,8 @@ class MLAConfig:
         `mscale_all_dim` here, squared, once for the query and once for the key."""
         if self.softmax_scale is not None:
             return self.softmax_scale
-        return self.qk_head_dim**-0.5 * (1.0 if self.rope is None else self.rope.score_scaling)
+        correction = 1.0 if self.rope is None else self.rope.score_scaling
+        return correction / math.sqrt(self.qk_head_dim)
 
     @property
     def sizes(self) -> dict[str, int]:

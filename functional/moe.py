@@ -202,7 +202,7 @@ def moe(
 
 def route(params: MoE, x: Tensor, cfg: MoEConfig) -> Routing:
     """x `B S D`, normalised -> which experts compute each token, and how much each counts."""
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return route(params, x, cfg)
     dtype = torch.promote_types(torch.promote_types(x.dtype, params.router.dtype), torch.float32)

@@ -148,6 +148,9 @@ def family(name: str, **more: Any) -> Any:
     module = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+    for part in module.modules():
+        if hasattr(part, "limit") and hasattr(config, "swiglu_limit"):
+            part.limit = config.swiglu_limit  # which older versions of transformers do not look at
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 0.5))
