@@ -19,6 +19,7 @@ from .costs import Costs, best, measure
 from .documents import positions_of
 from .errors import SpecError
 from .explain import Explanation, explain
+from .latents import mla_gather, mla_latent, mla_packed
 from .layouts import Layout, all_gather, hybrid, ulysses
 from .mesh import Mesh
 from .plan import Plan, diff
@@ -62,6 +63,9 @@ __all__ = [
     "keep_collectives",
     "launch",
     "measure",
+    "mla_gather",
+    "mla_latent",
+    "mla_packed",
     "pending_axes",
     "positions_of",
     "reshard",
