@@ -1,6 +1,6 @@
 """Layouts of latent attention: what is small travels, and what is large is made where it is used.
 
-    mla_latent    queries by heads; latent and rotary key gathered, once; each rank projects keys and values of its heads
+    mla_latent    queries by heads; latent and rotary key gathered, once; a rank projects keys and values of its heads
     mla_packed    queries, and keys and values of a head side by side, in one exchange; the rotary key gathered
     mla_gather    queries stay; latent and rotary key gathered; keys and values of all heads projected on every rank
 
@@ -45,7 +45,7 @@ def mla_packed(
     overlap: bool = False, exchange: Exchange = "all",
 ) -> Layout:  # fmt: skip
     """Tokens become heads for queries, and for keys without their rotary part and values, which lie side by side: one
-    exchange carries all three. The rotary key, which no head owns, is gathered. Arguments as those of `mla_latent`; with
+    exchange carries all three. The rotary key, which no head owns, is gathered. Arguments: those of `mla_latent`; with
     a gather axis keys and values are gathered over it too, by heads."""
     tokens = (gather, ulysses) if gather else (ulysses,)
     S, seen = _tokens(tokens), f"S/{gather}" if gather else "S"
@@ -66,7 +66,7 @@ def mla_gather(
     gather: str = "g", /, *, tp: str | None = None, dp: str | None = None, zigzag: bool = False, overlap: bool = False,
     exchange: Exchange = "all",
 ) -> Layout:  # fmt: skip
-    """Queries stay; the latent and the rotary key are gathered, and every rank projects keys and values of all heads: the
+    """Queries stay; latent and rotary key are gathered, and every rank projects keys and values of all heads: the
     least to send, and the most to compute. Arguments as those of `mla_latent`; zigzag: tokens come in head-tail order,
     which evens out causal work."""
     S = f"S/{gather}" + ":zigzag" * zigzag
