@@ -136,6 +136,8 @@ def mla(
     q_BSHE = q_BSHE.unflatten(-1, (-1, cfg.qk_head_dim))
     if cos is not None and sin is not None:
         q_BSHE = _turned(q_BSHE, cos, sin, cfg, rotary, wire.heads(sent=True))
+    # Queries fly while keys and values are projected.
+    q_sent = wire.send(q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask)
     kv_b, kv_latent, key_rope, k_positions, k_ids = wire.receive(sent, kv_b=params.kv_b)
     if cache is not None:
         new = torch.cat((kv_latent, key_rope), -1)
@@ -145,15 +147,14 @@ def mla(
         plain = core in (dot_product_attention, decode_attention) or absorbed_core is not absorbed_attention
         absorbed = cache is not None and plain and is_absorbed(cfg, x.shape[1], cache.latent.shape[1])
 
-    rules = {"q_positions": positions, "q_segment_ids": segment_ids, "mask": mask}
     if absorbed:
-        q_BSHE, q_positions, q_ids, mask = wire.receive(q=q_BSHE, **rules)
+        q_BSHE, q_positions, q_ids, mask = wire.receive(q_sent)
     else:
         if cache is not None:  # what lies in an empty slot may have no part in the gradient of kv_b either
             kv_latent = kv_latent.masked_fill((k_positions < 0)[..., None], 0)
         kv_BTHNV = linear(kv_latent, kv_b)
         kv_BTHNV = kv_BTHNV.unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
-        q_BSHE, q_positions, q_ids, mask, kv_BTHNV = wire.receive(q=q_BSHE, **rules, kv=kv_BTHNV)
+        kv_BTHNV, q_BSHE, q_positions, q_ids, mask = wire.receive(q_sent, kv=kv_BTHNV)
     heads = wire.heads()
     told: dict[str, Any] = {
         "window": cfg.window,

@@ -19,7 +19,8 @@ from . import documents, html, rules, shards
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh, text_of
-from .rehearsal import EDGES, Rank, rehearse
+from .rehearsal import Rank, rehearse
+from .schedules import schedule_of
 from .show import columns, ranks_text
 from .spec import parse
 from .trace import Event
@@ -167,14 +168,19 @@ def plan(
 
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
-    sizes = shards.complete({**({"V": sizes["E"]} if "E" in sizes else {}), **sizes})
+    schedule = schedule_of(layout)
+    latent = "N" in schedule.letters
+    usual = {"K": sizes["H"]} if latent and "H" in sizes else {"V": sizes["E"]} if "E" in sizes and not latent else {}
+    sizes = schedule.sizes(shards.complete({**usual, **sizes}))
     sight = documents.sight_of(causal, window)
-    strange = [letter for letter in sizes if letter not in "BSHKGEVD"]
+    known = schedule.letters + ("KGED" if latent else "GD") + "".join(letter for letter, _ in schedule.widths)
+    strange = [letter for letter in sizes if letter not in known]
     if strange:
-        raise SpecError(f"a plan has no place for {strange[0]}={sizes[strange[0]]}", fix="B, S, H, K, G, E, V or D")
+        asked = ", ".join(dict.fromkeys(schedule.letters + ("D" if latent else "GD")))
+        raise SpecError(f"a plan has no place for {strange[0]}={sizes[strange[0]]}", fix=f"{asked[:-3]} or D")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"a plan is of tensors with gradients, and dtype={dtype!r} has none\n    fix: torch.float32")
-    missing = [letter for letter in "BSHKEV" if letter not in sizes]
+    missing = [letter for letter in schedule.letters if letter not in sizes]
     if missing:
         raise SpecError(
             f"a plan needs sizes: {' and '.join(missing[:2])} is missing", known=shards.known(sizes),
@@ -185,15 +191,13 @@ def plan(
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
     rules.complete(layout.name, layout.chains, layout.keys, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
-    lacking = [name for name in EDGES if name not in edges]
-    if lacking:
-        raise SpecError(f"{layout.name} has no edge {', '.join(lacking)}, and a plan is of q, k, v and o")
-    for name in EDGES:
+    for name in schedule.edges:
         for text in edges[name]:
-            shards.check(parse(text), sizes, mesh.axes)
+            shards.check(parse(text), {**sizes, "T": sizes["S"]}, mesh.axes)
     made = rehearse(layout, mesh, sizes, dtype, sight, cu)
     exchanges = _exchanges(made)
-    inputs = [name for name in ("x", "q", "k", "v", "sinks") if name in edges]
+    own = (*schedule.inputs, *schedule.parameters, *(() if latent else ("sinks",)))
+    inputs = [name for name in ("x", *own) if name in edges]
     split = {name: parse(edges[name][0]).axes for name in inputs}
     large = [axis for axis, n in mesh.axes if n > 1]
     pending = tuple((name, tuple(axis for axis in large if axis not in split[name])) for name in inputs)
@@ -201,7 +205,8 @@ def plan(
     if len(edges.get("out", ())) > 1 and "D" not in sizes:
         notes = (f"not counted: the sum of out, {edges['out'][0]} -> {edges['out'][-1]}, for want of D=",)
     specs = [parse(text) for chain in edges.values() for text in chain]
-    shown = [letter for letter in "BSHKEVD" if letter in sizes and (letter != "V" or sizes["V"] != sizes["E"])]
+    letters = [letter for letter in (*schedule.letters, "D") if letter in sizes]
+    shown = [letter for letter in letters if latent or letter != "V" or sizes["V"] != sizes["E"]]
     used = shards.known({letter: sizes[letter] for letter in shown})
     sees = "causal" if causal else "every key is seen"
     sees += f", window {window}" * (window is not None)

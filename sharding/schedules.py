@@ -1,0 +1,92 @@
+"""What a layer does between its edges, as a plan needs to know it: what comes in, what is made of what, and when.
+
+A layout's edges say which schedule is its own; the layers themselves stay unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from .errors import SpecError
+from .layouts import Layout
+
+__all__ = ["ATTENTION", "LATENT", "Schedule", "Step", "schedule_of"]
+
+
+class Step(NamedTuple):
+    """send: edges handed over early. receive: edges that are needed now, and those sent before, `of`. make, core: an
+    edge that is computed of others. pass: one that is sent and received at once."""
+
+    what: Literal["send", "receive", "make", "core", "pass"]
+    edges: tuple[str, ...]
+    of: tuple[str, ...] = ()
+
+
+class Schedule(NamedTuple):
+    """inputs: the edges that begin with activations, parameters: with weights. letters: the sizes that a plan needs.
+    widths: letters that are sums of others."""
+
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    steps: tuple[Step, ...]
+    letters: str
+    widths: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def edges(self) -> tuple[str, ...]:
+        """Every edge, in the order in which it comes."""
+        named = (edge for step in self.steps for edge in step.edges)
+        return tuple(dict.fromkeys((*self.inputs, *self.parameters, *named)))
+
+    @property
+    def made(self) -> Step | None:
+        """What is projected between the exchanges."""
+        return next((step for step in self.steps if step.what == "make"), None)
+
+    def sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """With the letters that follow from others."""
+        found = dict(sizes)
+        for letter, parts in self.widths:
+            if all(part in found for part in parts):
+                found[letter] = sum(found[part] for part in parts)
+        return found
+
+
+ATTENTION = Schedule(
+    inputs=("q", "k", "v"),
+    parameters=(),
+    steps=(
+        Step("send", ("k", "v")),
+        Step("receive", ("q",), ("k", "v")),
+        Step("core", ("o",), ("q", "k", "v")),
+        Step("pass", ("o",)),
+    ),
+    letters="BSHKEV",
+)
+
+LATENT = Schedule(
+    inputs=("q", "kv_latent", "key_rope"),
+    parameters=("kv_b",),
+    steps=(
+        Step("send", ("kv_latent", "key_rope")),
+        Step("send", ("q",)),
+        Step("receive", ("kv_b",), ("kv_latent", "key_rope")),
+        Step("make", ("kv",), ("kv_latent", "kv_b")),
+        Step("receive", ("kv",), ("q",)),
+        Step("core", ("o",), ("q", "kv", "key_rope")),
+        Step("pass", ("o",)),
+    ),
+    letters="BSHLNRV",
+    widths=(("E", ("N", "R")), ("NV", ("N", "V"))),
+)
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """Raises `SpecError` for a layout of neither."""
+    edges = dict(layout.chains)
+    for each in (LATENT, ATTENTION):
+        if all(edge in edges for edge in each.edges):
+            return each
+    lacking = [edge for edge in ATTENTION.edges if edge not in edges]
+    raise SpecError(f"{layout.name} has no edge {', '.join(lacking)}, and a plan is of q, k, v and o")

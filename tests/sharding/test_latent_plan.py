@@ -1,0 +1,189 @@
+"""Plans of latent attention: as printed, as the formulas say, and as what then happens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn import sharding as sh
+
+V3 = {"B": 1, "S": 8192, "H": 128, "L": 512, "N": 128, "R": 64, "V": 128}
+SMALL = {"B": 2, "S": 96, "H": 5, "L": 32, "N": 16, "R": 8, "V": 16}
+
+
+def test_latent():
+    assert_expected_inline(
+        str(sh.mla_latent("u", "g").plan(sh.Mesh(g=2, u=2), causal=True, **SMALL)),
+        """\
+mla_latent("u", "g")
+mesh: g=2 u=2     sizes: B=2 S=96 H=5 L=32 N=16 R=8 V=16     float32     causal
+
+                               collective                                                 sends         receives  copies
+forward   kv_latent, key_rope  all-gather over g/u      S/g/u -> S                       23,040           23,040   1 + 0
+          q                    all-to-all over u        S/g/u -> S/g, H -> H/u  9,216 to 13,824  9,216 to 13,824   1 + 1
+          o                    all-to-all over u        S/g -> S/g/u, H/u -> H   6,144 to 9,216   6,144 to 9,216   1 + 1
+backward  o                    all-to-all over u        S/g/u -> S/g, H -> H/u   6,144 to 9,216   6,144 to 9,216   1 + 1
+          q                    all-to-all over u        S/g -> S/g/u, H/u -> H  9,216 to 13,824  9,216 to 13,824   1 + 1
+          kv_latent, key_rope  reduce-scatter over g/u  S -> S/g/u                       23,040           23,040   1 + 0
+in all                                                                                   84,480           84,480
+
+ranks  queries  keys        heads      flops  peak bytes
+0           48    48  3 reading 3  1,154,304     275,456
+1           48    48  2 reading 2    769,536     241,664
+2           48    96  3 reading 3  2,850,048     312,320
+3           48    96  2 reading 2  1,900,032     266,240
+
+order, forward: launch kv_latent,key_rope (g/u) > wait kv_latent,key_rope (g/u) > launch q (u) > wait q (u) > core >
+    launch o (u) > wait o (u)
+order, backward: launch o (u) > wait o (u) > core > launch q (u) > wait q (u) > launch kv_latent,key_rope (g/u) > wait
+    kv_latent,key_rope (g/u)
+gradients: x, q, kv_latent, key_rope whole; kv_b a pending sum over g, u; parameters over every axis that does not
+    split them""",
+    )
+
+
+def test_packed():
+    assert_expected_inline(
+        str(sh.mla_packed().plan(sh.Mesh(u=2), **SMALL)),
+        """\
+mla_packed("u")
+mesh: u=2     sizes: B=2 S=96 H=5 L=32 N=16 R=8 V=16     float32     every key is seen
+
+                    collective                                            sends          receives  copies
+forward   key_rope  all-gather over u      S/u -> S                       3,072             3,072   0 + 1
+          kv, q     all-to-all over u      S/u -> S, H -> H/u  43,008 to 64,512  43,008 to 64,512   1 + 0
+          o         all-to-all over u      S -> S/u, H/u -> H  12,288 to 18,432  12,288 to 18,432   1 + 1
+backward  o         all-to-all over u      S/u -> S, H -> H/u  12,288 to 18,432  12,288 to 18,432   1 + 1
+          kv, q     all-to-all over u      S -> S/u, H/u -> H  43,008 to 64,512  43,008 to 64,512   1 + 1
+          key_rope  reduce-scatter over u  S -> S/u                       3,072             3,072   1 + 0
+in all                                                                  144,384           144,384
+
+ranks  queries  keys        heads      flops  peak bytes
+0           96    96  3 reading 3  5,406,720     588,800
+1           96    96  2 reading 2  3,932,160     478,208
+
+order, forward: launch key_rope (u) > wait key_rope (u) > launch kv,q (u) > wait kv,q (u) > core > launch o (u) > wait
+    o (u)
+order, backward: launch o (u) > wait o (u) > core > launch kv,q (u) > wait kv,q (u) > launch key_rope (u) > wait
+    key_rope (u)
+gradients: x, q, kv_latent, key_rope whole; kv_b a pending sum over u; parameters over every axis that does not split
+    them""",
+    )
+
+
+def test_latents_fly_while_queries_are_projected_and_queries_while_keys_are():
+    plan = sh.mla_latent("u", "g", overlap=True).plan(sh.Mesh(g=2, u=2), **SMALL)
+    assert_expected_inline(
+        "\n".join(" > ".join(order) for order in plan.order),
+        """\
+launch kv_latent,key_rope (g/u) > launch q (u) > wait kv_latent,key_rope (g/u) > wait q (u) > core > launch o (u) > wait o (u)
+launch o (u) > wait o (u) > core > launch q (u) > launch kv_latent,key_rope (g/u) > wait q (u) > wait kv_latent,key_rope (g/u)""",
+    )
+
+
+def test_volumes_are_those_of_the_formulas():
+    """Elements a token of a rank, forward, DeepSeek-V3's sizes over 8 ranks."""
+    one, other = sh.Mesh(u=8), sh.Mesh(g=8)
+    plans = {
+        "materialised": sh.ulysses().plan(one, B=1, S=8192, H=128, K=128, E=192, V=128),
+        "packed": sh.mla_packed().plan(one, **V3),
+        "latent": sh.mla_latent().plan(one, **V3),
+        "gather": sh.mla_gather().plan(other, **V3),
+    }
+    found = {name: sum(e.receives[1] for e in plan.forward) / 4 / 1024 for name, plan in plans.items()}
+    assert found == {"materialised": 71_680, "packed": 64_960, "latent": 39_872, "gather": 4_032}
+    assert found["latent"] / found["packed"] <= 0.62
+    assert found["latent"] / found["materialised"] <= 0.56
+    back = {name: sum(e.sends[1] for e in plan.backward) / 4 / 1024 for name, plan in plans.items()}
+    assert back == found  # each exchange once more, the other way
+    kinds = {name: [e.kind for e in plan.exchanges] for name, plan in plans.items()}
+    assert kinds["packed"] == ["all-gather", *["all-to-all"] * 4, "reduce-scatter"]
+    assert kinds["latent"] == ["all-gather", *["all-to-all"] * 4, "reduce-scatter"]
+    assert kinds["gather"] == ["all-gather", "reduce-scatter"]
+    # The up-projection of every head runs on every rank of a gather, and once in the others.
+    project = 2 * 8192 * 512 * 128 * 256
+    pairs = 2 * 128 * (192 + 128) * 8192 * 8192
+    assert plans["latent"].flops[1] * 8 == plans["packed"].flops[1] * 8 == pairs + project
+    assert plans["gather"].flops[1] * 8 == pairs + 8 * project
+
+
+def test_gradients_are_named():
+    plan = sh.mla_latent("u", "g", tp="tp").plan(sh.Mesh(tp=2, g=2, u=2), D=64, **{**SMALL, "H": 6})
+    assert dict(plan.pending) == {"x": ("tp",), "q": (), "kv_latent": ("tp",), "key_rope": ("tp",), "kv_b": ("g", "u")}
+    assert plan.forward[-1].kind == "all-reduce"
+
+
+LAYOUTS = [
+    (sh.mla_latent, ("u",)),
+    (sh.mla_latent, ("u", "g")),
+    (sh.mla_packed, ("u",)),
+    (sh.mla_packed, ("u", "g")),
+    (sh.mla_gather, ("g",)),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_plan_is_what_happens(seed):
+    """Every event of every rank, forward and backward, with its bytes. (Copies are those of contiguous tensors.)"""
+    draw = random.Random(seed)
+    make, axes = LAYOUTS[seed % len(LAYOUTS)]
+    tp = draw.random() < 0.3
+    options = {"overlap": draw.random() < 0.5, "exchange": draw.choice(["all", "needed"])}
+    layout = make(*axes, **options, **({"tp": "tp"} if tp else {}))
+    mesh = sh.Mesh(**({"tp": 2} if tp else {}), **{axis: draw.choice([2, 3]) for axis in sorted(axes)})
+    S, B, H = draw.randint(5, 20), draw.randint(1, 3), draw.choice([6, 8] if tp else [3, 4, 5, 7])
+    cfg = F.MLAConfig(
+        hidden_size=12, num_attention_heads=H, kv_lora_rank=6, q_lora_rank=draw.choice([None, 5]), qk_nope_head_dim=4,
+        qk_rope_head_dim=2, v_head_dim=3, rope=F.RopeConfig(), causal=draw.random() < 0.7,
+    )  # fmt: skip
+    cu = sorted({0, S, *(draw.randrange(S) for _ in range(3))}) if draw.random() < 0.5 else None
+    params = F.tree.map(lambda t: t.requires_grad_(), F.MLA.init(cfg, 0))
+    x = torch.randn(B, S, 12, requires_grad=True)
+    record = sh.trace(mesh)
+    given = {} if cu is None else {"cu_seqlens": cu}
+    y, _ = sh.simulate(sh.shard(F.mla, layout, mesh, S=S), record.mesh)(params, x, cfg, **given)
+    torch.autograd.grad(y.sum(), [x, *F.tree.leaves(params)])
+    plan = layout.plan(mesh, B=B, S=S, H=H, L=6, N=4, R=2, V=3, causal=cfg.causal, **given, **({"D": 12} if tp else {}))
+    for rank in range(mesh.size):
+        mine = [(e.what, e.kind, e.axes, e.sent, e.received) for e in record.events if e.rank == rank]
+        said = [(e.what, e.kind, e.axes, e.sent, e.received) for e in plan.of(rank).events]
+        assert mine == said
+
+
+def test_what_a_plan_needs():
+    with pytest.raises(sh.SpecError) as error:
+        sh.mla_latent().plan(sh.Mesh(u=2), B=1, S=8, H=4, E=12)
+    lacking = str(error.value)
+    with pytest.raises(sh.SpecError) as error:
+        sh.mla_latent().plan(sh.Mesh(u=8), **SMALL)
+    assert_expected_inline(
+        f"{lacking}\n{error.value}",
+        """\
+a plan needs sizes: L and N is missing
+    sizes: K=4 B=1 S=8 H=4 E=12 G=1     fix: L=..., N=..., R=..., V=..., globally
+mla_latent("u"): H=5 query heads are fewer than u=8 ranks
+    B S H/u E
+    mesh: u=8     fix: Mesh(g=2, u=4) with hybrid(ulysses="u", gather="g")""",
+    )
+
+
+def test_layouts_ranked():
+    costs = sh.Costs({"u": 1e-5, "g": 1e-5}, {"u": 4e11, "g": 4e11}, 4e14)
+    found = sh.best(
+        [sh.mla_latent(), sh.mla_packed(), (sh.mla_gather(), sh.Mesh(g=8)), (sh.mla_latent("u", "g"), sh.Mesh(g=2, u=4))],
+        sh.Mesh(u=8), V3, costs, causal=True, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert_expected_inline(
+        str(found),
+        """\
+layout                           exchanges     core   peak bytes
+mla_latent("u") on u=8            0.468 ms  2.83 ms  407,109,632  6 exchanges, 163,315,712 bytes, even work
+mla_packed("u") on u=8            0.725 ms  2.83 ms  572,653,568  6 exchanges, 266,076,160 bytes, even work
+mla_latent("u", "g") on g=2 u=4   0.416 ms  4.38 ms  474,218,496  6 exchanges, 142,344,192 bytes, work 2.83 to 1
+mla_gather("g") on g=8           0.0613 ms  6.89 ms  709,099,520  2 exchanges, 16,515,072 bytes, work 11.88 to 1
+exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward
+core: 3 x flops of the busiest rank""",
+    )
