@@ -120,7 +120,7 @@ def mla(
         raise TypeError(f"mla(absorbed={absorbed!r}): True, False, or None for what is cheaper")
     wire = wire.layer(H=cfg.num_attention_heads, K=cfg.num_attention_heads, causal=cfg.causal, window=cfg.window)
     x_BSD = wire.pass_(x=x)
-    latents, gate = _down(params, x_BSD, cfg)
+    latents, gate = _down(params, x_BSD, cfg, gated=not wire.moves)
     q_latent, kv_latent, key_rope = latents
     cos, sin = _tables(positions, rope, cfg, x.dtype)
     if cos is not None and sin is not None:
@@ -136,8 +136,10 @@ def mla(
     q_BSHE = q_BSHE.unflatten(-1, (-1, cfg.qk_head_dim))
     if cos is not None and sin is not None:
         q_BSHE = _turned(q_BSHE, cos, sin, cfg, rotary, wire.heads(sent=True))
-    # Queries fly while keys and values are projected.
+    # Queries fly while the gate and then keys and values are projected.
     q_sent = wire.send(q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask)
+    if wire.moves:
+        gate = _gate(params, x_BSD, cfg)
     kv_b, kv_latent, key_rope, k_positions, k_ids = wire.receive(sent, kv_b=params.kv_b)
     if cache is not None:
         new = torch.cat((kv_latent, key_rope), -1)
@@ -177,14 +179,16 @@ def mla(
         raise ShapeError(
             f"mla({which}=...): B S H V = {tuple(wanted)} is needed, but it returned {tuple(o_BSHV.shape)}"
         )
-    o_BSHV = wire.pass_(o=o_BSHV)
+    o_sent = wire.send(o=o_BSHV)
+    gate = None if gate is None else gate.sigmoid()
+    (o_BSHV,) = wire.receive(o_sent)
     return _out(params, o_BSHV, gate, cfg, wire), cache
 
 
 def mla_latents(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[Tensor, Tensor, Tensor]:
     """x `B S D` -> q_latent `B S Q`, kv_latent `B S L`, key_rope `B S R`: normalised, before the up-projections and
     before any turn. Without a query rank q_latent is x, normalised by the norm in front."""
-    return _down(params, x, cfg)[0]
+    return _down(params, x, cfg, gated=False)[0]
 
 
 def mla_queries(
@@ -218,10 +222,8 @@ def mla_expand(
 
 def mla_output(params: MLA, o: Tensor, x: Tensor, cfg: MLAConfig, *, wire: Wire = identity) -> Tensor:
     """o `B S H V`, x `B S D` (the layer's input, which the gate reads) -> out `B S D`."""
-    gate = None
-    if params.gate is not None:
-        gate = linear(apply_norm(x, params.norm, cfg.norm), params.gate)
-    return _out(params, o, gate, cfg, wire)
+    gate = _gate(params, x, cfg)
+    return _out(params, o, None if gate is None else gate.sigmoid(), cfg, wire)
 
 
 class Cost(NamedTuple):
@@ -254,13 +256,21 @@ def is_absorbed(cfg: MLAConfig, queries: int, keys: int) -> bool:
     return costs["absorbed"].multiplications <= costs["expanded"].multiplications
 
 
-def _down(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """The latents as `mla_latents` gives them, and what the gate is the sigmoid of."""
+def _gate(params: MLA, x: Tensor, cfg: MLAConfig) -> Tensor | None:
+    """What the gate is the sigmoid of; None where there is none."""
+    return None if params.gate is None else linear(apply_norm(x, params.norm, cfg.norm), params.gate)
+
+
+def _down(
+    params: MLA, x: Tensor, cfg: MLAConfig, *, gated: bool = True
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """The latents as `mla_latents` gives them, and what the gate is the sigmoid of, if it is wanted now."""
     norm_weight, options = norm_in_front(params.norm, cfg.norm)
     if params.q_a is None:
         x = apply_norm(x, params.norm, cfg.norm)  # queries are projected from it, later
         norm_weight, options = None, {}
-    parts = [(params.kv_a, params.kv_a_bias), (params.q_a, params.q_a_bias), (params.gate, None)]
+    gate_weight = params.gate if gated else None
+    parts = [(params.kv_a, params.kv_a_bias), (params.q_a, params.q_a_bias), (gate_weight, None)]
     here = [(weight, bias) for weight, bias in parts if weight is not None]
     found = norm_linear(x, norm_weight, [w for w, _ in here], [b for _, b in here], **options)
     kv_down = found[0]
@@ -270,7 +280,7 @@ def _down(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[tuple[Tensor, Tensor,
     if params.q_norm is not None:
         q_down = found[1]
         q_latent = normalize(q_down, params.q_norm, **cfg.latent_norm.options)
-    gate = None if params.gate is None else found[-1]
+    gate = None if gate_weight is None else found[-1]
     return (q_latent, kv_latent, key_rope), gate
 
 
@@ -303,7 +313,7 @@ def _keys_and_values(kv: Tensor, key_rope: Tensor, cfg: MLAConfig) -> tuple[Tens
 def _out(params: MLA, o: Tensor, gate: Tensor | None, cfg: MLAConfig, wire: Wire) -> Tensor:
     o = o.flatten(2)
     if gate is not None:
-        o = o * gate.sigmoid()
+        o = o * gate
     out_BSD = wire.pass_(out=linear(o, params.o))
     # Bias and norm come after the edge, which may be a sum over ranks.
     if params.o_bias is not None:
