@@ -95,11 +95,12 @@ def mla(
     cache: LatentCache | None = None,
     read: Tensor | None = None,
     absorbed: bool | None = None,
+    restore: bool = True,
     wire: Wire = identity,
     core: Callable[..., Tensor] = dot_product_attention,
     absorbed_core: Callable[..., Tensor] = absorbed_attention,
     rotary: Callable[..., Tensor] = mla_rotary,
-) -> tuple[Tensor, LatentCache | None]:
+) -> Any:
     """x `B S D`, positions `B|1 S` (-1: padding) -> out `B S D`, and the new cache (None without one).
 
     rope: cos and sin `B|1 S R/2`, computed from `positions` unless given. mask: boolean, `S T` or `B|1 H|1 S T`.
@@ -110,6 +111,8 @@ def mla(
     core: computes the expanded way, with the arguments of `dot_product_attention`; absorbed_core the other, with those
     of `absorbed_attention`. rotary: turns queries and the rotary key, with the arguments of `mla_rotary`. All three may
     be called again under recomputation.
+    restore: False returns, instead, what the core gave (`B S H V`, of this rank's heads where a layout splits them) and
+    a function without arguments that ends the layer; what is computed in between hides the way back over ranks.
     Raises `ShapeError`, `TypeError` and `ValueError` naming the argument, `TreeError` where params and config ask for
     different parts, before any work.
     """
@@ -180,9 +183,13 @@ def mla(
             f"mla({which}=...): B S H V = {tuple(wanted)} is needed, but it returned {tuple(o_BSHV.shape)}"
         )
     o_sent = wire.send(o=o_BSHV)
-    gate = None if gate is None else gate.sigmoid()
-    (o_BSHV,) = wire.receive(o_sent)
-    return _out(params, o_BSHV, gate, cfg, wire), cache
+    opened = None if gate is None else gate.sigmoid()
+
+    def finish() -> tuple[Tensor, LatentCache | None]:
+        (whole,) = wire.receive(o_sent)
+        return _out(params, whole, opened, cfg, wire), cache
+
+    return finish() if restore else (o_BSHV, finish)
 
 
 def mla_latents(params: MLA, x: Tensor, cfg: MLAConfig) -> tuple[Tensor, Tensor, Tensor]:

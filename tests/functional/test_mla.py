@@ -387,7 +387,7 @@ TypeError: mla: unknown arguments
     sinks
     casual
     windows
-    known: params, x, cfg, positions, rope, mask, segment_ids, cache, read, absorbed, wire, core, absorbed_core, rotary
+    known: params, x, cfg, positions, rope, mask, segment_ids, cache, read, absorbed, restore, wire, core, absorbed_core, rotary
 ShapeError: mla(positions=...): S is 5 in x but 4 in positions
     x        : B S D = 2 5 20
     positions: B S = 1 4

@@ -213,3 +213,29 @@ def test_mrope_positions_of_a_shard():
     ids, three = torch.randint(0, 31, (2, 9)), torch.randint(0, 20, (3, 2, 9))
     logits, _ = sh.simulate(sh.shard(F.decoder, sh.hybrid(), mesh, S=9), mesh)(params, ids, cfg, rope_positions=three)
     equal(logits, F.decoder(params, ids, cfg, rope_positions=three)[0])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_work_of_a_models_own_while_the_output_returns(overlap):
+    """`restore=False`: the output of a rank's heads, and what ends the layer; in between nothing is waited for."""
+    cfg = F.MLAConfig(
+        hidden_size=24, num_attention_heads=5, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+        rope=F.RopeConfig(), output_gate=True, initializer_range=0.3,
+    )  # fmt: skip
+    params, x = weights(F.MLA.init(cfg, 0)), torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+    mesh, leaves = sh.Mesh(u=2), [x, *F.tree.leaves(params)]
+    layer = sh.shard(F.mla, sh.mla_latent(overlap=overlap), mesh, S=7)
+    record, seen = sh.trace(mesh), []
+
+    def body(x, params, *, mesh):
+        o, finish = layer(params, x, cfg, mesh=mesh, restore=False)
+        seen.append((mesh.rank, tuple(o.shape), sum(e.what == "launch" for e in record.events if e.rank == mesh.rank)))
+        aside = x.sin()
+        out, _ = finish()
+        return out + aside
+
+    y = sh.simulate(body, record.mesh, ("B S/u D", None), "B S/u D")(x, params)
+    want = F.mla(params, x, cfg, positions=torch.arange(7)[None])[0] + x.sin()
+    equal(y, want)
+    equal(torch.autograd.grad(y.cos().sum(), leaves), torch.autograd.grad(want.cos().sum(), leaves))
+    assert sorted(seen) == [(0, (2, 7, 3, 5), 2 + overlap), (1, (2, 7, 2, 5), 2 + overlap)]
