@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..functional import tree
-from ..functional.wire import edges_of
+from ..functional.wire import choices_of, edges_of
 from . import cores, joining, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
@@ -81,7 +82,8 @@ class Sharded:
 
     def _join(self) -> None:
         """Raise where function, layout, mesh and sizes do not go together."""
-        joining.check_edges(self.declared, self.layout, self.name)
+        joined = joining.check_edges(self.declared, self.layout, self.name, choices_of(self.fn))
+        self.declared, self.lacking = joined.edges, joined.lacking
         joining.check_letters(self.given, self.layout, self.name)
         missing = [letter for letter in (("S",) if self.is_layer else ("S", "H", "K")) if letter not in self.sizes]
         if missing:
@@ -158,6 +160,8 @@ class Sharded:
                 raise ValueError(
                     f"{self.name}({name}=...) under a layout: it passes no edge {edge} that would bring it"
                 )
+        if not torch.compiler.is_compiling():  # there the wire refuses, as nothing moves while a graph is made
+            joining.check_parts(given, self.lacking, self.layout.name, self.name)
         self._check(at, given, dict(rules.of_rows(self.layout.chains)))
         device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
         known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
@@ -243,6 +247,7 @@ class Sharded:
         """How each argument is split, None for what every rank gets whole."""
         rules.complete(self.layout.name, self.layout.chains, self.layout.keys, self.mesh.axes)
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads))
+        joining.check_parts(named, self.lacking, self.layout.name, self.name)
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
         cfg = next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
         inside = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def dense(case: Case) -> tuple[Tensor, list[Tensor]]:
     if "cu_seqlens" in options:
         cu = options.pop("cu_seqlens")
         options["segment_ids"] = ids_of(cu, B)
-        positions = torch.cat([torch.arange(b - a) for a, b in zip(cu, cu[1:], strict=False)])[None]
+        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cu)])[None]
     y, _ = F.mla(case.params, case.x, case.cfg, positions=positions, **options)
     return y.detach(), gradients(y, case)
 
@@ -147,8 +147,3 @@ def sharded(case: Case, mesh: sh.Mesh | None = None) -> tuple[Tensor, list[Tenso
 def gradients(y: Tensor, case: Case) -> list[Tensor]:
     found = torch.autograd.grad(y, case.leaves, case.grad, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, case.leaves, strict=True)]
-
-
-def without(case: Case, **layout: Any) -> Case:
-    """The case under a layout that differs in these fields."""
-    return dataclasses.replace(case, layout=dataclasses.replace(case.layout, **layout))
