@@ -41,11 +41,11 @@ def check_edges(
     chains = dict(layout.chains)
     found = Joined(dict(declared), {})
     for choice in choices:
-        lacking = {part: _lacking(chains, _of_part(declared, part)) for part in choice}
-        if all(lacking.values()):  # the one that is meant lacks the fewest
-            part = min(lacking, key=lambda part: len(lacking[part]))
-            _refuse(layout, name, lacking[part], f" in {_name(part)}")
-        for part, names in lacking.items():
+        by_part = {part: _lacking(chains, _of_part(declared, part)) for part in choice}
+        if all(by_part.values()):  # the one that is meant lacks the fewest
+            part = min(by_part, key=lambda part: len(by_part[part]))
+            _refuse(layout, name, by_part[part], f" in {_name(part)}")
+        for part, names in by_part.items():
             if names:
                 _refuse_half(layout, name, part, names, declared)
                 found.lacking[part] = choice[part], names
