@@ -58,6 +58,11 @@ class Wire(Protocol):
         """`send` and `receive` of a single edge at once."""
         ...
 
+    def stays(self, name: str) -> bool:
+        """Whether an edge is received as it was sent. One that moves must be sent, as what others meet it with has
+        moved too."""
+        ...
+
     def scope(self, name: str) -> Wire:
         """The wire of a part (`"attention"` of a layer), whose edges have their own names."""
         ...
@@ -82,6 +87,9 @@ class Identity:
 
     def pass_(self, **named: Tensor) -> Tensor:
         return next(iter(named.values()))  # not stored under a name, which Dynamo would give the graph's node
+
+    def stays(self, name: str) -> bool:
+        return True
 
     def scope(self, name: str) -> Identity:
         return self

@@ -7,13 +7,18 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from torch import Tensor
+from torch.nn import Parameter
+
 from ..functional.tree import Tree
+from . import rules
 from .errors import SpecError, nearest
 from .layouts import EDGES, Layout
+from .mesh import Axes
 from .spec import parse
 from .steps import COLLECTIVES, steps
 
-__all__ = ["Joined", "check_edges", "check_letters", "check_parts", "letters_of", "rule_of"]
+__all__ = ["Joined", "check_edges", "check_letters", "check_parts", "check_weights", "letters_of", "rule_of"]
 
 Chains = Mapping[str, tuple[str, ...]]
 
@@ -96,8 +101,8 @@ def _refuse_half(layout: Layout, name: str, part: str, lacking: tuple[str, ...],
     """Raise where a layout moves edges that nothing but an unserved part has, or has rules that are for it alone."""
     chains, mine = dict(layout.chains), _of_part(declared, part)
     others = {rule_of(chains, edge) for edge in declared if edge not in mine}
-    rules = [rule_of(chains, edge) for edge in mine]
-    own = [rule for rule in rules if rule is not None and rule not in others]
+    found = [rule_of(chains, edge) for edge in mine]
+    own = [rule for rule in found if rule is not None and rule not in others]
     own = [rule for rule in own if _name(rule) not in EDGES or _exchanges(chains[rule])]
     if own:
         _refuse(layout, name, lacking, f" in {_name(part)}, beside {', '.join(own)}")
@@ -116,6 +121,26 @@ def check_parts(
                         f"{name}({argument}=...): {path.lstrip('.') or argument} is of class {kind.__name__}, and "
                         f"{layout} has no rule for its {', '.join(edges)}",
                         fix="a layout with rules for every kind of layer that there is",
+                    )
+
+
+def check_weights(given: Mapping[str, Any], declared: Mapping[str, str], layout: Layout, axes: Axes, name: str) -> None:
+    """Raise `TypeError` for parameters of which a rank takes rows, and which are not plain tensors: of a quantised
+    weight, or one with adapters, rows may mean anything."""
+    chains = dict(layout.chains)
+    of_weights = [edge for edge, letters in declared.items() if letters and "B" not in parse(letters).letters]
+    cut = {_name(edge) for edge in of_weights if not rules.stays(chains[rule_of(chains, edge) or ""], axes)}
+    for argument, x in given.items() if cut else ():
+        for path, node in _nodes(x):
+            for edge in cut:
+                leaf = getattr(node, edge, None)
+                # Fake tensors are plain ones without values.
+                plain = type(leaf) in (Tensor, Parameter) or type(leaf).__module__.startswith("torch._subclasses")
+                if isinstance(leaf, Tensor) and not plain:
+                    raise TypeError(
+                        f"{name}({argument}=...): {f'{path}.{edge}'.lstrip('.')} is a {type(leaf).__name__}, and "
+                        f"{layout.name} takes rows of it, which only a plain tensor is known to have\n"
+                        "    fix: the plain weight, or a layout in which it stays whole"
                     )
 
 
