@@ -1,14 +1,14 @@
-"""Keyword arguments that a function does not have, all of them in one error."""
+"""Keyword arguments that a function does not have, all of them in one error: of ours, and of one handed over."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar, cast
 
-__all__ = ["lists_unknown"]
+__all__ = ["check_takes", "lists_unknown"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,3 +32,19 @@ def lists_unknown(fn: Callable[P, R]) -> Callable[P, R]:
         return fn(*args, **kwargs)
 
     return cast(Callable[P, R], call)
+
+
+def check_takes(function: str, argument: str, fn: Callable[..., Any], told: Iterable[str]) -> None:
+    """Raise `TypeError` where what is handed over as a function's argument does not take all that it will be told, by
+    name. One that does not say what it takes is believed."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    taken = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+    lacking = ", ".join(name for name in told if name not in taken)
+    if lacking and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise TypeError(
+            f"{function}({argument}=...): it is told {lacking}, and does not take that\n"
+            f"    fix: def {argument}(..., *, {lacking}, **_): ..."
+        )

@@ -133,8 +133,7 @@ class Decoder(Tree):
     head_bias: Tensor | None = dim("Z/tp", when="head_bias", initial=0.0)
 
 
-# Of latent attention a layout says its own edges, which the others lack; so it is not declared here.
-@edges({"attention": attention, "mlp": mlp, "moe": moe})
+@edges({"attention": attention, "mla": mla, "mlp": mlp, "moe": moe}, {"attention": Attention, "mla": MLA})
 def layer(
     params: Layer,
     x: Tensor,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .absorbed import absorbed_attention
-from .arguments import lists_unknown
+from .arguments import check_takes, lists_unknown
 from .cache import LatentCache, latent_cache_update
 from .core import decode_attention, dot_product_attention
 from .dropout import refuse_dropout
@@ -122,6 +122,13 @@ def mla(
     if not (absorbed is None or isinstance(absorbed, bool)):
         raise TypeError(f"mla(absorbed={absorbed!r}): True, False, or None for what is cheaper")
     wire = wire.layer(H=cfg.num_attention_heads, K=cfg.num_attention_heads, causal=cfg.causal, window=cfg.window)
+    if absorbed and not wire.stays("kv"):
+        raise ValueError(
+            "mla(absorbed=True): keys and values of heads move here, between ranks, and the absorbed way has none\n"
+            "    fix: without it, or a layout that moves latents alone"
+        )
+    if cache is None and not torch.compiler.is_compiling():
+        _check_core(core, absorbed_core, bool(absorbed), cfg, mask=mask, segment_ids=segment_ids)
     x_BSD = wire.pass_(x=x)
     latents, gate = _down(params, x_BSD, cfg, gated=not wire.moves)
     q_latent, kv_latent, key_rope = latents
@@ -289,6 +296,17 @@ def _down(
         q_latent = normalize(q_down, params.q_norm, **cfg.latent_norm.options)
     gate = None if gate_weight is None else found[-1]
     return (q_latent, kv_latent, key_rope), gate
+
+
+def _check_core(
+    core: Callable[..., Tensor], absorbed_core: Callable[..., Tensor], absorbed: bool, cfg: MLAConfig, **rules: Any
+) -> None:
+    """Raise `TypeError` where the core that will be called does not take what it will be told."""
+    name, fn = ("absorbed_core", absorbed_core) if absorbed else ("core", core)
+    if fn not in (dot_product_attention, absorbed_attention):
+        told = ["causal", "q_positions", "k_positions", "softmax_scale"] + ["nope_dim"] * absorbed
+        rules = {"window": cfg.window, **rules}
+        check_takes("mla", name, fn, [*told, *(rule for rule, x in rules.items() if x is not None)])
 
 
 def _tables(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Heads", "Identity", "Wire", "edges", "edges_of", "identity"]
+__all__ = ["Heads", "Identity", "Wire", "choices_of", "edges", "edges_of", "identity"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,6 +58,11 @@ class Wire(Protocol):
         """`send` and `receive` of a single edge at once."""
         ...
 
+    def stays(self, name: str) -> bool:
+        """Whether an edge is received as it was sent. One that moves must be sent, as what others meet it with has
+        moved too."""
+        ...
+
     def scope(self, name: str) -> Wire:
         """The wire of a part (`"attention"` of a layer), whose edges have their own names."""
         ...
@@ -83,6 +88,9 @@ class Identity:
     def pass_(self, **named: Tensor) -> Tensor:
         return next(iter(named.values()))  # not stored under a name, which Dynamo would give the graph's node
 
+    def stays(self, name: str) -> bool:
+        return True
+
     def scope(self, name: str) -> Identity:
         return self
 
@@ -90,20 +98,32 @@ class Identity:
 identity = Identity()
 
 
-def edges(parts: Mapping[str, Callable[..., Any]] | None = None, /, **specs: str) -> Callable[[F], F]:
+def edges(
+    parts: Mapping[str, Callable[..., Any]] | None = None, either: Mapping[str, type] | None = None, /, **specs: str
+) -> Callable[[F], F]:
     """Declare the edges of a layer: `name="B S (K G) E"`, in letters, sizes global.
 
     parts: the functions it calls through `wire.scope(name)`, by that name; their edges follow as `name.edge`.
+    either: parts that stand for each other, with the class of parameters by which a layer has one or the other. A
+    layout need serve one of them alone; it then refuses parameters of the others.
     """
     declared = dict(specs)
+    choices = [dict(either)] if either else []
     for part, fn in (parts or {}).items():
         declared |= {f"{part}.{edge}": spec for edge, spec in edges_of(fn).items()}
+        choices += [{f"{part}.{name}": kind for name, kind in choice.items()} for choice in choices_of(fn)]
 
     def wrap(fn: F) -> F:
-        fn.edges = declared  # type: ignore[attr-defined]
+        fn.edges, fn.choices = declared, tuple(choices)  # type: ignore[attr-defined]
         return fn
 
     return wrap
+
+
+def choices_of(fn: Callable[..., Any]) -> tuple[Mapping[str, type], ...]:
+    """The parts that stand for each other, a group each: their names, and the class of their parameters."""
+    found: tuple[Mapping[str, type], ...] = getattr(fn, "choices", ())
+    return found
 
 
 def edges_of(fn: Callable[..., Any]) -> Mapping[str, str]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..functional.tree import Tree
+from . import rules
 from .errors import SpecError, nearest
 from .layouts import EDGES, Layout
+from .mesh import Axes
 from .spec import parse
 from .steps import COLLECTIVES, steps
 
-__all__ = ["check_edges", "check_letters", "letters_of", "rule_of"]
+__all__ = ["Joined", "check_edges", "check_letters", "check_parts", "check_weights", "letters_of", "rule_of"]
 
 Chains = Mapping[str, tuple[str, ...]]
 
@@ -21,24 +29,44 @@ def rule_of(chains: Chains, edge: str) -> str | None:
     return next((rule for rule in (f"{part}.{name}", name) if rule in chains), None)
 
 
-def check_edges(declared: Mapping[str, str], layout: Layout, name: str) -> None:
+class Joined(NamedTuple):
+    """edges: those of a function that a layout serves, with their letters. lacking: of each part that it does not
+    serve, where another stands for it, the class of its parameters and the edges without a rule."""
+
+    edges: dict[str, str]
+    lacking: dict[str, tuple[type, tuple[str, ...]]]
+
+
+def check_edges(
+    declared: Mapping[str, str], layout: Layout, name: str, choices: Iterable[Mapping[str, type]] = ()
+) -> Joined:
     """Raise `SpecError` unless every edge of a function has a rule of its dimensions, and every rule that moves
     something or that nobody knows has an edge. declared: edge -> its letters, empty where the function does not say
-    them."""
+    them. choices: groups of parts, of each of which a layout may serve one alone."""
     chains = dict(layout.chains)
-    lacking = [_name(edge) for edge in declared if rule_of(chains, edge) is None]
-    if lacking:
-        raise SpecError(
-            f"{layout.name} has no rule for {', '.join(dict.fromkeys(lacking))}, which {name} passes",
-            fix=f'Layout("...", {{..., "{lacking[0]}": "its spec"}})',
-        )
-    used = {rule_of(chains, edge): letters for edge, letters in declared.items()}
-    for rule, letters in used.items():
+    found = Joined(dict(declared), {})
+    for choice in choices:
+        by_part = {part: _lacking(chains, _of_part(declared, part)) for part in choice}
+        if all(by_part.values()):  # the one that is meant lacks the fewest
+            part = min(by_part, key=lambda part: len(by_part[part]))
+            _refuse(layout, name, by_part[part], f" in {_name(part)}")
+        for part, names in by_part.items():
+            if names:
+                _refuse_half(layout, name, part, names, declared)
+                found.lacking[part] = choice[part], names
+    for part in found.lacking:
+        for edge in _of_part(declared, part):
+            del found.edges[edge]
+    if lacking := _lacking(chains, found.edges):
+        _refuse(layout, name, lacking)
+    for edge, letters in found.edges.items():
+        rule = rule_of(chains, edge)
         if letters and rule is not None and _dims(letters) != _dims(chains[rule][0]):
             raise SpecError(
                 f'{layout.name}: {rule} is "{letters}" in {name}, and other dimensions here',
                 chains[rule][0], fix=f'"{letters}", in this order, or a function of that one',
             )  # fmt: skip
+    used = {rule_of(chains, edge) for edge in found.edges}
     idle = [edge for edge in chains if edge not in used]
     moved = sorted(edge for edge in idle if _exchanges(chains[edge]))
     if moved:
@@ -50,6 +78,81 @@ def check_edges(declared: Mapping[str, str], layout: Layout, name: str) -> None:
             f'{layout.name} has an edge "{strange}", which {name} does not pass',
             fix=f'did you mean "{guess}"?' if guess else "a layout of its edges alone",
         )
+    return found
+
+
+def _of_part(declared: Mapping[str, str], part: str) -> list[str]:
+    """The edges of a part of a function."""
+    return [edge for edge in declared if edge.startswith(f"{part}.")]
+
+
+def _lacking(chains: Chains, edges: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_name(edge) for edge in edges if rule_of(chains, edge) is None))
+
+
+def _refuse(layout: Layout, name: str, lacking: tuple[str, ...], where: str = "") -> NoReturn:
+    raise SpecError(
+        f"{layout.name} has no rule for {', '.join(lacking)}, which {name} passes{where}",
+        fix=f'Layout("...", {{..., "{lacking[0]}": "its spec"}})',
+    )
+
+
+def _refuse_half(layout: Layout, name: str, part: str, lacking: tuple[str, ...], declared: Mapping[str, str]) -> None:
+    """Raise where a layout moves edges that nothing but an unserved part has, or has rules that are for it alone."""
+    chains, mine = dict(layout.chains), _of_part(declared, part)
+    others = {rule_of(chains, edge) for edge in declared if edge not in mine}
+    found = [rule_of(chains, edge) for edge in mine]
+    own = [rule for rule in found if rule is not None and rule not in others]
+    own = [rule for rule in own if _name(rule) not in EDGES or _exchanges(chains[rule])]
+    if own:
+        _refuse(layout, name, lacking, f" in {_name(part)}, beside {', '.join(own)}")
+
+
+def check_parts(
+    given: Mapping[str, Any], lacking: Mapping[str, tuple[type, tuple[str, ...]]], layout: str, name: str
+) -> None:
+    """Raise `SpecError` for parameters of a part that a layout does not serve. given: arguments, by name. lacking: as
+    `check_edges` returns it."""
+    for argument, x in given.items() if lacking else ():
+        for path, node in _nodes(x):
+            for kind, edges in lacking.values():
+                if isinstance(node, kind):
+                    raise SpecError(
+                        f"{name}({argument}=...): {path.lstrip('.') or argument} is of class {kind.__name__}, and "
+                        f"{layout} has no rule for its {', '.join(edges)}",
+                        fix="a layout with rules for every kind of layer that there is",
+                    )
+
+
+def check_weights(given: Mapping[str, Any], declared: Mapping[str, str], layout: Layout, axes: Axes, name: str) -> None:
+    """Raise `TypeError` for parameters of which a rank takes rows, and which are not plain tensors: of a quantised
+    weight, or one with adapters, rows may mean anything."""
+    chains = dict(layout.chains)
+    of_weights = [edge for edge, letters in declared.items() if letters and "B" not in parse(letters).letters]
+    cut = {_name(edge) for edge in of_weights if not rules.stays(chains[rule_of(chains, edge) or ""], axes)}
+    for argument, x in given.items() if cut else ():
+        for path, node in _nodes(x):
+            for edge in cut:
+                leaf = getattr(node, edge, None)
+                # Fake tensors are plain ones without values.
+                plain = type(leaf) in (Tensor, Parameter) or type(leaf).__module__.startswith("torch._subclasses")
+                if isinstance(leaf, Tensor) and not plain:
+                    raise TypeError(
+                        f"{name}({argument}=...): {f'{path}.{edge}'.lstrip('.')} is a {type(leaf).__name__}, and "
+                        f"{layout.name} takes rows of it, which only a plain tensor is known to have\n"
+                        "    fix: the plain weight, or a layout in which it stays whole"
+                    )
+
+
+def _nodes(x: Any, path: str = "") -> Iterator[tuple[str, Tree]]:
+    """Every tree within a tree, itself first, with its path, `.layers[0].attention`."""
+    if isinstance(x, Tree):
+        yield path, x
+        for field in dataclasses.fields(x):  # type: ignore[arg-type]
+            yield from _nodes(getattr(x, field.name), f"{path}.{field.name}")
+    elif isinstance(x, (tuple, list)):
+        for i, each in enumerate(x):
+            yield from _nodes(each, f"{path}[{i}]")
 
 
 def check_letters(given: Iterable[str], layout: Layout, name: str) -> None:

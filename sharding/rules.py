@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import shards
 from .constant import constant
@@ -58,7 +58,7 @@ def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) 
     for chain in found.values():
         for spec in chain:
             check_axes(axes, spec)
-    if heads is not None and "q" in found and _dealt(name, found["q"], axes, heads):
+    if heads is not None and "q" in found and _dealt(name, found, axes, heads):
         found = {edge: [_by_query_head(spec) for spec in chain] for edge, chain in found.items()}
     return tuple((edge, tuple(map(str, chain))) for edge, chain in found.items())
 
@@ -89,15 +89,16 @@ def heads(queries: str, keys: str, axes: Axes, rank: int, sizes: Sizes) -> Local
     return LocalHeads(first, last - first, None if plain else index)
 
 
-def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -> bool:
+def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[int, int]) -> bool:
     """Whether query heads are dealt out one by one, there being fewer key/value heads than ranks."""
-    count, groups = heads
+    queries, (count, groups) = edges["q"], heads
     before, after = (_axes_of_heads(spec) for spec in (queries[0], queries[-1]))
     outer, all_of_it = (math.prod(size_of(axes, axis) for axis in some) for some in (before, after))
     ranks = all_of_it // outer
     if groups < outer:
+        what = f"K={groups} key/value heads" if "k" in edges else f"H={count} heads"
         raise SpecError(
-            f"{name}: K={groups} key/value heads over {'/'.join(before)}={outer}, which splits them before",
+            f"{name}: {what} over {'/'.join(before)}={outer}, which splits them before",
             str(queries[0]), mesh=text_of(axes, queries[0]),
             fix=f"{before[0]}={math.gcd(groups, outer)}, so that every rank has one",
         )  # fmt: skip
@@ -110,7 +111,7 @@ def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -
         raise SpecError(
             f"{name}: H={local} query heads{per} are fewer than {'/'.join(over)}={ranks} ranks",
             str(queries[-1]), mesh=text_of(axes, queries[-1]),
-            fix=_fitting(queries[0], axes, before, over, local, ranks),
+            fix=_fitting(name, edges, axes, before, over, local, ranks),
         )  # fmt: skip
     if groups % outer:
         raise SpecError(
@@ -122,19 +123,32 @@ def _dealt(name: str, queries: list[Spec], axes: Axes, heads: tuple[int, int]) -
     return True
 
 
-def _fitting(queries: Spec, axes: Axes, before: tuple[str, ...], over: tuple[str, ...], local: int, ranks: int) -> str:
+def _fitting(
+    name: str, edges: Mapping[str, list[Spec]], axes: Axes, before: tuple[str, ...], over: tuple[str, ...], local: int,
+    ranks: int,
+) -> str:  # fmt: skip
     """The hybrid that uses as many ranks, with no more of them over heads than there are."""
     fits = max(n for n in range(1, local + 1) if ranks % n == 0) if local else 0
     if not fits:
         return "a layer with at least one query head"
     around = f', tp="{before[0]}"' if before else ""
-    around += ", zigzag=True" if any(atom.zigzag for atom in queries.atoms) else ""
+    rows = next((atom.axes for atom in edges["q"][0].atoms if atom.name == "B"), ())
+    around += f', dp="{rows[0]}"' if len(rows) == 1 else ""
+    around += ", zigzag=True" if any(atom.zigzag for atom in edges["q"][0].atoms) else ""
     axis = over[-1]
     gather = next((a for a in ("g", "cp") if a != axis and size_of(axes, a) > 1), "g")
     sizes = {name: size for name, size in axes if name not in (*over, gather)}
     sizes |= {gather: size_of(axes, gather) * (ranks // fits), axis: fits}
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f'Mesh({mesh}) with hybrid(ulysses="{axis}", gather="{gather}"{around})'
+    return f"Mesh({mesh}) with {_hybrid(name, edges, axis, gather, around)}"
+
+
+def _hybrid(name: str, edges: Mapping[str, Any], heads: str, gather: str, more: str = "") -> str:
+    """The layout of these edges over both axes, as it is written."""
+    if "kv_latent" not in edges or "k" in edges:
+        return f'hybrid(ulysses="{heads}", gather="{gather}"{more})'
+    made = "mla_packed" if name.startswith("mla_packed") else "mla_latent"
+    return f'{made}("{heads}", "{gather}"{more})'
 
 
 def _axes_of_heads(spec: Spec) -> tuple[str, ...]:
@@ -165,8 +179,8 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
         if size > 1 and axis in _TOKENS and axis not in used:
             here = [a for a in _TOKENS if a in used and size_of(axes, a) > 1]
             fix = f"Mesh without {axis}, or " + (
-                f'hybrid(ulysses="{here[0]}", gather="{axis}")' if here == ["u"] and axis != "u" else
-                f'hybrid(ulysses="{axis}", gather="{here[0]}")' if here and axis == "u" else
+                _hybrid(name, found, here[0], axis) if here == ["u"] and axis != "u" else
+                _hybrid(name, found, axis, here[0]) if here and axis == "u" else
                 f"a layout that names {axis}"
             )  # fmt: skip
             raise SpecError(
@@ -198,6 +212,17 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
         _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
     for other, spec in inside.items():
         _same(name, "q", edges["q"][-1], other, spec, ("S", "K", "H"), axes)
+    # Of latent attention: heads are made by rows of kv_b, and met by queries of the same ones.
+    for one, a, other, b in (("kv_b", -1, "kv", 0), ("q", -1, "kv", -1)):
+        if one in edges and other in edges:
+            mine, theirs = edges[one][a], edges[other][b]
+            over = [[x for x in _axes_of_heads(spec) if size_of(axes, x) > 1] for spec in (mine, theirs)]
+            if over[0] != over[1]:
+                raise SpecError(
+                    f"{name}: {one} and {other} meet, but heads lie over {' '.join(over[0]) or 'no axis'} in one and "
+                    f"over {' '.join(over[1]) or 'no axis'} in the other",
+                    str(theirs), mesh=text_of(axes, mine, theirs), fix="the same axes in both",
+                )  # fmt: skip
 
 
 _WITH_QUERIES = ("q_positions", "q_segment_ids", "mask", "sinks")
@@ -246,6 +271,16 @@ def split(text: str) -> tuple[str, ...]:
 def gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
     """The axes over which an edge's tokens are gathered; none where they are not."""
     return next(iter(gathers(chain)), ())
+
+
+@constant
+def stays(chain: tuple[str, ...], axes: Axes) -> bool:
+    """Whether an edge lies on a mesh in the end as it does at first."""
+
+    def held(text: str) -> list[tuple[str, ...]]:
+        return [tuple(axis for axis in atom.axes if size_of(axes, axis) > 1) for atom in parse(text).atoms]
+
+    return held(chain[0]) == held(chain[-1])
 
 
 @constant

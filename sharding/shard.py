@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..functional import tree
-from ..functional.wire import edges_of
+from ..functional.wire import choices_of, edges_of
 from . import cores, joining, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
@@ -81,7 +82,8 @@ class Sharded:
 
     def _join(self) -> None:
         """Raise where function, layout, mesh and sizes do not go together."""
-        joining.check_edges(self.declared, self.layout, self.name)
+        joined = joining.check_edges(self.declared, self.layout, self.name, choices_of(self.fn))
+        self.declared, self.lacking = joined.edges, joined.lacking
         joining.check_letters(self.given, self.layout, self.name)
         missing = [letter for letter in (("S",) if self.is_layer else ("S", "H", "K")) if letter not in self.sizes]
         if missing:
@@ -158,6 +160,9 @@ class Sharded:
                 raise ValueError(
                     f"{self.name}({name}=...) under a layout: it passes no edge {edge} that would bring it"
                 )
+        if not torch.compiler.is_compiling():  # there the wire refuses, as nothing moves while a graph is made
+            joining.check_parts(given, self.lacking, self.layout.name, self.name)
+            joining.check_weights(given, self.declared, self.layout, self.mesh.axes, self.name)
         self._check(at, given, dict(rules.of_rows(self.layout.chains)))
         device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
         known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
@@ -167,9 +172,13 @@ class Sharded:
         local: dict[str, Any] = {"positions": wire.mine(known.positions), "wire": wire}
         if known.edges["q_segment_ids"] is not None:
             local["segment_ids"] = wire.mine(known.edges["q_segment_ids"])
-        if "core" in given:
-            cores.check(cores.takes(given["core"]), "core", self.layout.name, wire.edges["q"][-1], at.axes)
-            local["core"] = cores.fitted(given["core"])
+        for name, used in (("core", True), ("absorbed_core", bool(given.get("absorbed")))):
+            if name in given and used:
+                taken = cores.takes(given[name])
+                cores.check(taken, name, self.layout.name, wire.edges["q"][-1], at.axes)
+                must = {"segment_ids": known.edges["q_segment_ids"], "mask": known.edges["mask"]}
+                cores.ready(taken, name, {}, [rule for rule, x in must.items() if x is not None])
+                local[name] = cores.fitted(given[name])
         for name in whole.NAMES:
             named.pop(name, None)
         takes = self.signature.parameters
@@ -243,6 +252,8 @@ class Sharded:
         """How each argument is split, None for what every rank gets whole."""
         rules.complete(self.layout.name, self.layout.chains, self.layout.keys, self.mesh.axes)
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads))
+        joining.check_parts(named, self.lacking, self.layout.name, self.name)
+        joining.check_weights(named, self.declared, self.layout, self.mesh.axes, self.name)
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
         cfg = next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
         inside = {

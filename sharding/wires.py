@@ -87,6 +87,9 @@ class LayoutWire:
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
         return Heads(found.offset, found.local, index)
 
+    def stays(self, name: str) -> bool:
+        return rules.stays(self._chain(name), self.axes)
+
     def scope(self, name: str) -> LayoutWire:
         return replace(self, part=name)
 
@@ -130,14 +133,18 @@ class LayoutWire:
             x = shards.select(x, 1, ranges)
         return x
 
-    def _edge(self, name: str, x: Tensor | None) -> _Edge:
+    def _chain(self, name: str) -> tuple[str, ...]:
+        """The specs of an edge of this part."""
         rule = f"{self.part}.{name}" if f"{self.part}.{name}" in self.edges else name
         if rule not in self.edges:
             raise SpecError(
                 f'{self.layout.name} has no edge "{name}", which this layer passes', mesh=str(self.mesh),
                 fix=f'Layout(..., {{..., "{name}": "its spec"}})',
             )  # fmt: skip
-        chain = self.edges[rule]
+        return self.edges[rule]
+
+    def _edge(self, name: str, x: Tensor | None) -> _Edge:
+        chain = self._chain(name)
         if name in WHOLE:
             if x is not None and self.whole.get(name) is None:
                 raise SpecError(

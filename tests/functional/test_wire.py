@@ -6,10 +6,11 @@ import pytest
 import torch
 from meshfn import functional as F
 from meshfn.functional.attention import project_qkv
-from meshfn.functional.wire import Heads, edges_of, identity
+from meshfn.functional.wire import Heads, choices_of, edges_of, identity
 from torch import Tensor
 
 from ..tiny import llama, ours
+from .latent_cases import tiny
 
 
 class Counting:
@@ -20,7 +21,7 @@ class Counting:
     def layer(self, **facts: Any) -> Counting:
         return self
 
-    def heads(self) -> Heads:
+    def heads(self, *, sent: bool = False) -> Heads:
         return Heads()
 
     def __init__(self, log: list[tuple[str, str, Any]], scope: str = "") -> None:
@@ -73,11 +74,35 @@ def test_every_edge_passes_with_the_shape_it_declares():
     ends = [("pass", "tokens", (2, 5)), ("pass", "embedded", (2, 5, 48))], [("pass", "logits", (2, 5, 97))]
     assert log == [*ends[0], *one_layer, *one_layer, *ends[1]]
     declared = edges_of(F.decoder)
-    assert {name for _, name, _ in log} == {name for name in declared if ".moe." not in name}
+    assert {name for _, name, _ in log} == {name for name in declared if ".moe." not in name and ".mla." not in name}
     sizes = {"B": 2, "S": 5, "T": 5, "D": 48, "K": 2, "G": 3, "E": 8, "V": 8, "F": 40, "Z": 97}
     for _, name, shape in log:
         if shape is not None:
             assert F.shapes.shape_of(declared[name], sizes) == shape
+
+
+def test_latent_attention_passes_its_edges_in_a_decoder():
+    layers = F.LayerConfig(attention=tiny(), mlp=F.MLPConfig(hidden_size=20, intermediate_size=9))
+    cfg = F.DecoderConfig(vocab_size=97, hidden_size=20, layers=(layers, layers))
+    log: list[tuple[str, str, Any]] = []
+    tokens = torch.randint(0, 97, (2, 5))
+    plain, _ = F.decoder(F.Decoder.init(cfg, 0), tokens, cfg)
+    wired, _ = F.decoder(F.Decoder.init(cfg, 0), tokens, cfg, wire=Counting(log))
+    assert torch.equal(plain, wired)
+    declared = edges_of(F.decoder)
+    parts = (".moe.", ".attention.")
+    assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
+    sizes = {**tiny().sizes, "B": 2, "S": 5, "T": 5, "F": 9, "Z": 97}
+    for _, name, shape in log:
+        if shape is not None:
+            assert F.shapes.shape_of(declared[name], sizes) == shape
+
+
+def test_parts_that_stand_for_each_other_are_declared():
+    assert choices_of(F.attention) == ()
+    assert choices_of(F.layer) == ({"attention": F.Attention, "mla": F.MLA},)
+    wanted = ({"layers.attention": F.Attention, "layers.mla": F.MLA},)
+    assert choices_of(F.decoder) == choices_of(F.backbone) == choices_of(F.next_token_loss) == wanted
 
 
 def test_sinks_are_an_edge_and_per_head_parameters_can_be_cut():
@@ -173,7 +198,7 @@ def test_kv_index_and_heads_reach_the_core():
     told: dict[str, Any] = {}
 
     class Dealt(Counting):
-        def heads(self) -> Heads:
+        def heads(self, *, sent: bool = False) -> Heads:
             return Heads(offset=2, local=4, kv_index=torch.tensor([1, 1, 0, 0]))
 
     def core(q, k, v, **given):
