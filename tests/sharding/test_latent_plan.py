@@ -166,7 +166,7 @@ a plan needs sizes: L and N is missing
     sizes: K=4 B=1 S=8 H=4 E=12 G=1     fix: L=..., N=..., R=..., V=..., globally
 mla_latent("u"): H=5 query heads are fewer than u=8 ranks
     B S H/u E
-    mesh: u=8     fix: Mesh(g=2, u=4) with hybrid(ulysses="u", gather="g")""",
+    mesh: u=8     fix: Mesh(g=2, u=4) with mla_latent("u", "g")""",
     )
 
 

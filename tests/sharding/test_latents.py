@@ -86,10 +86,10 @@ def test_collectives_of_mla_packed():
         shown(record_of("mla_packed")),
         """\
 forward: all-gather over u of key_rope
-forward: all-to-all over u of q, kv
+forward: all-to-all over u of kv, q
 forward: all-to-all over u of o
 backward: all-to-all over u of o
-backward: all-to-all over u of q, kv
+backward: all-to-all over u of kv, q
 backward: reduce-scatter over u of key_rope""",
     )
 
@@ -121,12 +121,12 @@ def test_collectives_of_mla_packed_around_a_gather():
         shown(record_of("mla_packed around a gather")),
         """\
 forward: all-gather over g/u of key_rope
-forward: all-to-all over u of q, kv
+forward: all-to-all over u of kv, q
 forward: all-gather over g of kv
 forward: all-to-all over u of o
 backward: all-to-all over u of o
 backward: reduce-scatter over g of kv
-backward: all-to-all over u of q, kv
+backward: all-to-all over u of kv, q
 backward: reduce-scatter over g/u of key_rope""",
     )
 
@@ -261,9 +261,9 @@ def test_order_of_mla_latent(monkeypatch):
     assert_expected_inline(
         order(monkeypatch, "mla_latent", True),
         """\
-forward: launch kv_latent, key_rope > project q > wait kv_latent, key_rope > project kv > launch q >
+forward: launch kv_latent, key_rope > project q > launch q > wait kv_latent, key_rope > project kv >
     wait q > core > launch o > wait o
-backward: launch o > wait o > core > launch q > wait q > project kv > launch kv_latent, key_rope >
+backward: launch o > wait o > core > launch q > project kv > launch kv_latent, key_rope > wait q >
     project q > wait kv_latent, key_rope""",
     )
 
@@ -283,10 +283,10 @@ def test_order_of_mla_packed(monkeypatch):
     assert_expected_inline(
         order(monkeypatch, "mla_packed", True),
         """\
-forward: launch key_rope > project q > wait key_rope > project kv > launch q, kv > wait q, kv > core
-    > launch o > wait o
-backward: launch o > wait o > core > launch q, kv > wait q, kv > project kv > launch key_rope >
-    project q > wait key_rope""",
+forward: launch key_rope > project q > launch q > wait key_rope > project kv > launch kv > wait q >
+    wait kv > core > launch o > wait o
+backward: launch o > wait o > core > launch kv > launch q > wait kv > project kv > launch key_rope >
+    wait q > project q > wait key_rope""",
     )
 
 
@@ -303,8 +303,8 @@ def test_order_of_mla_packed_around_a_gather(monkeypatch):
     assert_expected_inline(
         order(monkeypatch, "mla_packed around a gather", True),
         """\
-forward: launch key_rope > project q > wait key_rope > project kv > launch q, kv > wait q, kv >
-    launch kv > wait kv > core > launch o > wait o
-backward: launch o > wait o > core > launch kv > wait kv > launch q, kv > wait q, kv > project kv >
-    launch key_rope > project q > wait key_rope""",
+forward: launch key_rope > project q > launch q > wait key_rope > project kv > launch kv > wait q >
+    wait kv > launch kv > wait kv > core > launch o > wait o
+backward: launch o > wait o > core > launch kv > wait kv > launch kv > launch q > wait kv > project
+    kv > launch key_rope > wait q > project q > wait key_rope""",
     )
