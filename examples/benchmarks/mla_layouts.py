@@ -2,16 +2,18 @@
 # A layer of latent attention over ranks, on gloo: `mla_latent`, `mla_packed` and `mla_gather` beside what knows nothing
 # of latents, keys and values of every head made first and moved by `sh.ulysses`.
 #
-#     python examples/benchmarks/mla_layouts.py [--tokens 1024] [--ranks 2 4]
+#     python examples/benchmarks/mla_layouts.py [--tokens 1024] [--ranks 2 4] [--light]
 #
-# Forward and backward in the shape of DeepSeek-V3, made small (D=512 H=8 L=128 N=32 R=16 V=32), fp32, one thread a
-# process. All run in the same processes, in an order that turns with each round; a figure is the median of the rounds,
-# each as long as the slowest rank took, with its quartiles, and a ratio the median of each round's own. Above 1 it is
-# faster than materialised. Before that all must be what one rank computes: outputs and gradients.
+# Forward and backward, fp32, one thread a process. All run in the same processes, in an order that turns with each
+# round; a figure is the median of the rounds, each as long as the slowest rank took, with its quartiles, and a ratio
+# the median of each round's own. Above 1 it is faster than materialised. Before that all must be what one rank
+# computes: outputs and gradients.
 #
-# Once with attention, causal, and once with a core of next to nothing, which reads every key: then exchanges and
-# projections are all there is. Processes of one machine move bytes through its memory, and more ranks than cores wait
-# for each other: this is no network.
+# Two shapes: a small one, whose latent is a quarter as wide as keys and values of all heads, and one with more heads
+# and a narrower latent, a 32nd; DeepSeek-V3's is a 64th. Once with attention, causal; else with a core of next to
+# nothing, which reads every key, so that exchanges and projections are all there is. Processes of one machine move
+# bytes through its memory, where they cost little beside what each exchange does, and more ranks than cores wait for
+# each other: this is no network.
 
 # %%
 from __future__ import annotations
@@ -38,11 +40,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 Layer = Callable[[F.MLA, Tensor], Tensor]
-ROUNDS, CALLS = 11, 2
-CFG = F.MLAConfig(
-    hidden_size=512, num_attention_heads=8, q_lora_rank=192, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=16,
-    v_head_dim=32, norm=F.NormConfig(eps=1e-6), rope=F.RopeConfig(interleaved=True),
-)  # fmt: skip
+ROUNDS, CALLS = 9, 2
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "q_lora_rank": 192,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "norm": F.NormConfig(eps=1e-6),
+    "rope": F.RopeConfig(interleaved=True),
+}
+SMALL = F.MLAConfig(num_attention_heads=8, kv_lora_rank=128, **SIZES)
+WIDE = F.MLAConfig(num_attention_heads=32, kv_lora_rank=64, **SIZES)
 
 
 # %%
@@ -51,7 +60,11 @@ def light(q: Tensor, k: Tensor, v: Tensor, *, q_positions: Tensor | None = None,
     return q.mean(-1, keepdim=True) * k.mean((1, 3), keepdim=True) + v.mean(1, keepdim=True)
 
 
-CORES = {"attention": (F.dot_product_attention, CFG), "light core": (light, dataclasses.replace(CFG, causal=False))}
+CASES = [
+    ("attention", F.dot_product_attention, SMALL),
+    ("light core", light, dataclasses.replace(SMALL, causal=False)),
+    ("light core", light, dataclasses.replace(WIDE, causal=False)),
+]
 
 
 # %%
@@ -59,9 +72,10 @@ def materialised(core: Callable[..., Tensor], cfg: F.MLAConfig, mesh: sh.Mesh, t
     """Keys and values of every head first, each key with its copy of the rotary part; then all of them move."""
     heads = cfg.num_attention_heads
     moved = sh.shard(core, sh.ulysses("u"), mesh, S=tokens, H=heads, K=heads)
-    tables = F.rope_tables(sh.positions_of("B S/u D", mesh, S=tokens), cfg.rope, cfg.qk_rope_head_dim)
 
     def layer(params: F.MLA, x: Tensor) -> Tensor:
+        positions = sh.positions_of("B S/u D", mesh, S=tokens)
+        tables = F.rope_tables(positions, cfg.rope, cfg.qk_rope_head_dim)
         q_latent, kv_latent, key_rope = F.mla_latents(params, x, cfg)
         q_nope, q_rope = F.mla_queries(params, q_latent, cfg).split((cfg.qk_nope_head_dim, cfg.qk_rope_head_dim), -1)
         q = torch.cat((q_nope, F.mla_rotary(q_rope, *tables, interleaved=True)), -1)
@@ -91,7 +105,7 @@ def one_rank(core: Callable[..., Tensor], cfg: F.MLAConfig, tokens: int) -> Laye
 def agree(engines: dict[str, Layer], dense: Layer, params: F.MLA, tokens: int, n: int) -> None:
     """Raise where one differs from one rank: in the output, or the gradients of x and of the parameters, summed."""
     made = torch.Generator().manual_seed(0)
-    x, do = (torch.randn(1, tokens, CFG.hidden_size, generator=made) for _ in range(2))
+    x, do = (torch.randn(1, tokens, SIZES["hidden_size"], generator=made) for _ in range(2))
     leaves = F.tree.leaves(params)
     x.requires_grad_()
     out = dense(params, x)
@@ -127,45 +141,53 @@ def rounds(engines: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 # %%
-def sent(u: sh.Mesh, g: sh.Mesh, tokens: int) -> dict[str, int]:
-    """Bytes of the busiest rank, forward and backward, by the plans."""
-    H, E = CFG.num_attention_heads, CFG.qk_head_dim
-    letters = {"B": 1, "S": tokens, "H": H} | {letter: CFG.sizes[letter] for letter in "LNRV"}
+def sent(cfg: F.MLAConfig, u: sh.Mesh, g: sh.Mesh, tokens: int) -> dict[str, tuple[int, int]]:
+    """Exchanges, and bytes of the busiest rank, forward and backward, by the plans."""
+    H, E = cfg.num_attention_heads, cfg.qk_head_dim
+    letters = {"B": 1, "S": tokens, "H": H} | {letter: cfg.sizes[letter] for letter in "LNRV"}
     plans = [sh.mla_packed().plan(u, **letters), sh.mla_latent().plan(u, **letters), sh.mla_gather().plan(g, **letters)]
-    plain = sh.ulysses().plan(u, B=1, S=tokens, H=H, K=H, E=E, V=CFG.v_head_dim)
+    plain = sh.ulysses().plan(u, B=1, S=tokens, H=H, K=H, E=E, V=cfg.v_head_dim)
     found = {"materialised": plain} | {plan.title: plan for plan in plans}
-    return {name: max(plan.bytes(r)[0] for r in range(u.size)) for name, plan in found.items()}
+    return {name: (len(p.exchanges), max(p.bytes(r)[0] for r in range(u.size))) for name, p in found.items()}
 
 
-def show(what: str, timed: dict[str, list[float]], moved: dict[str, int]) -> None:
+def show(what: str, timed: dict[str, list[float]], moved: dict[str, tuple[int, int]]) -> None:
     for name, times in timed.items():
         low, middle, high = statistics.quantiles(times, n=4)
         ratios = [a / b for a, b in zip(timed["materialised"], times, strict=True)]
         least, ratio, most = statistics.quantiles(ratios, n=4)
         spread, against = f"({low:.1f} .. {high:.1f})", f"{ratio:.2f} ({least:.2f} .. {most:.2f})"
-        print(f"  {what:12}{name:18}{moved[name]:>12,}{middle:9.1f} {spread:20}{against}", flush=True)
+        print(
+            f"  {what:24}{name:16}{moved[name][0]:>9}{moved[name][1]:>12,}{middle:9.1f} {spread:20}{against}",
+            flush=True,
+        )
 
 
-def rank(r: int, n: int, store: str, tokens: int) -> None:
+def rank(r: int, n: int, store: str, tokens: int, first: int) -> None:
     """One process."""
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=r, world_size=n, timeout=limit)
     u, g = (sh.ProcessGroup(init_device_mesh("cpu", (n,), mesh_dim_names=(axis,))).mesh for axis in "ug")
-    params = F.tree.map(lambda p: p.requires_grad_(), F.MLA.init(CFG, seed=0))
-    leaves, moved = F.tree.leaves(params), sent(u, g, tokens)
     if r == 0:
         print(f"{n} ranks, {tokens} tokens, forward and backward")
-        print(f"  {'':12}{'':18}{'bytes sent':>12}{'ms':>9} {'quartiles':20}materialised / this", flush=True)
+        print(
+            f"  {'':24}{'':16}{'exchanges':>9}{'bytes sent':>12}{'ms':>9} {'quartiles':20}materialised / this",
+            flush=True,
+        )
     torch.manual_seed(r)
-    x, do = (torch.randn(1, tokens // n, CFG.hidden_size) for _ in range(2))
-    inputs = [x.requires_grad_(), *leaves]
-    for what, (core, cfg) in CORES.items():
+    x, do = (torch.randn(1, tokens // n, SIZES["hidden_size"]) for _ in range(2))
+    x.requires_grad_()
+    for what, core, cfg in CASES[first:]:
+        params = F.tree.map(lambda p: p.requires_grad_(), F.MLA.init(cfg, seed=0))
+        inputs = [x, *F.tree.leaves(params)]
         engines = layers(core, cfg, u, g, tokens)
         agree(engines, one_rank(core, cfg, tokens), params, tokens, n)
-        timed = rounds({k: lambda f=f: torch.autograd.grad(f(params, x), inputs, do) for k, f in engines.items()})
+        timed = rounds(
+            {name: lambda f=f, p=params, xs=inputs: torch.autograd.grad(f(p, x), xs, do) for name, f in engines.items()}
+        )
         if r == 0:
-            show(what, timed, moved)
+            show(f"{what}, H={cfg.num_attention_heads} L={cfg.kv_lora_rank}", timed, sent(cfg, u, g, tokens))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -175,10 +197,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Latent attention over ranks, on gloo.")
     parser.add_argument("--tokens", type=int, default=1024, help="S, of all ranks together, which divide it")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="processes; they divide 8 heads")
+    parser.add_argument("--light", action="store_true", help="without attention: the light core alone")
     given = parser.parse_args()
     for n in given.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank, (n, os.path.join(folder, "store"), given.tokens), nprocs=n)
+            mp.spawn(rank, (n, os.path.join(folder, "store"), given.tokens, int(given.light)), nprocs=n)
 
 
 if __name__ == "__main__":
