@@ -11,9 +11,10 @@
 #
 # Two shapes: a small one, whose latent is a quarter as wide as keys and values of all heads, and one with more heads
 # and a narrower latent, a 32nd; DeepSeek-V3's is a 64th. Once with attention, causal; else with a core of next to
-# nothing, which reads every key, so that exchanges and projections are all there is. Processes of one machine move
-# bytes through its memory, where they cost little beside what each exchange does, and more ranks than cores wait for
-# each other: this is no network.
+# nothing, which reads every key, so that exchanges and projections are all there is. With attention `mla_gather` has
+# less to do in all, which has nothing to do with bytes: `F.dot_product_attention` also multiplies what a causal mask
+# hides, and early ranks never get later keys. Processes of one machine move bytes through its memory, where they cost
+# little beside what each exchange does, and more ranks than cores wait for each other: this is no network.
 
 # %%
 from __future__ import annotations
