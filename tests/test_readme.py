@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,22 @@ def test_what_snippets_print_is_shown(capsys):
         printed = capsys.readouterr().out
         shown = README.split(code)[1].split("```\n")[2]
         assert printed == shown
+
+
+def test_layouts_of_latent_attention(capsys):
+    runpy.run_path(str(Path(__file__).parent.parent / "examples/mla_layouts.py"))
+    lines = capsys.readouterr().out.splitlines()
+    table = "\n".join(line for line in lines if line.startswith("|"))
+    assert table.count("mla_") == 5
+    assert f"\n\n{table}\n\n" in README
+
+    found = {"F": F, "sh": sh}
+    exec(snippet("attention = F.MLAConfig"), found)
+    exec(snippet('sh.shard(F.mla, sh.mla_latent("u", "g", tp="tp")'), found)
+    cfg = found["attention"]
+    params, x = F.MLA.init(cfg, seed=0, dtype=torch.float64), torch.randn(2, 96, 64, dtype=torch.float64)
+    y, _ = sh.simulate(found["layer"], found["mesh"])(params, x, cfg)
+    torch.testing.assert_close(y, F.mla(params, x, cfg, positions=torch.arange(96)[None])[0], rtol=1e-12, atol=1e-12)
 
 
 def test_training_with_the_balance_loss():
