@@ -97,7 +97,6 @@ def compiled():
     for name, layout, axes in (
         ("latent", sh.mla_latent("u", "g"), {"g": 2, "u": 2}),
         ("packed", sh.mla_packed(overlap=True), {"u": 4}),
-        ("gather", sh.mla_gather(), {"g": 4}),
     ):
         mesh, graphs = mesh_of(**axes), gloo.Graphs()
         layer = sh.shard(F.mla, layout, mesh, S=10)
@@ -121,5 +120,4 @@ def test_compiled_layers(four):
         assert found == {
             "latent": (1, {"forward": [3], "backward": [3]}),
             "packed": (1, {"forward": [3], "backward": [3]}),
-            "gather": (1, {"forward": [1], "backward": [1]}),
         }
