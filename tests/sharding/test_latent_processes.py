@@ -26,7 +26,7 @@ def two():
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [random_layouts])
+    return gloo.run(4, [random_layouts, compiled])
 
 
 @functools.cache
@@ -87,3 +87,37 @@ def test_random_layouts(ranks, request):
             assert facts == [(e.what, e.kind, e.sent, e.received, e.call.title) for e in record.of(rank)], f"{case}"
     assert sum(len(events) > 0 for _, events in results[0]) >= 20
     assert len({case.layout.name.split("(")[0] for case in chosen(ranks)}) == 3
+
+
+def compiled():
+    """Graphs of a layer, and the collectives of each; compiled, it gives what it gives otherwise."""
+    cfg, found = cases.config(output_gate=True, norm=F.NormConfig()), {}
+    params = cases.weights(F.MLA.init(cfg, 0))
+    x = torch.randn(2, 10, 10, dtype=torch.float64)
+    for name, layout, axes in (
+        ("latent", sh.mla_latent("u", "g"), {"g": 2, "u": 2}),
+        ("packed", sh.mla_packed(overlap=True), {"u": 4}),
+    ):
+        mesh, graphs = mesh_of(**axes), gloo.Graphs()
+        layer = sh.shard(F.mla, layout, mesh, S=10)
+        shard = own(sh.cut(x, layout["x"][0], mesh))
+
+        def run(params, x, layer=layer):
+            return layer(params, x, cfg)[0]
+
+        results = []
+        for fn in (run, torch.compile(run, backend=graphs, fullgraph=True)):
+            y = fn(params, shard)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [shard, *F.tree.leaves(params)])])
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+        found[name] = (graphs.frames, graphs.collectives)
+    return found
+
+
+def test_compiled_layers(four):
+    for found in four["compiled"]:
+        # Of what moves before the core and behind it, one collective a direction and a kind; each has its adjoint.
+        assert found == {
+            "latent": (1, {"forward": [3], "backward": [3]}),
+            "packed": (1, {"forward": [3], "backward": [3]}),
+        }

@@ -188,6 +188,39 @@ def test_a_rank_has_the_gradient_of_its_own_heads_rows(name):
         assert {i for i, n in enumerate(of_head.tolist()) if n > 0} == mine
 
 
+def of_heads(x, head_offset, local_heads):
+    """A factor of each head that x has, by its number among all; those of one rank are told nothing."""
+    first, count = head_offset or 0, x.shape[2] if local_heads is None else local_heads
+    assert x.shape[2] == count
+    return (1 + torch.arange(first, first + count, dtype=x.dtype))[:, None]
+
+
+def test_cores_and_rotary_embeddings_know_their_heads():
+    def core(q, k, v, *, head_offset=None, local_heads=None, **told):
+        return F.dot_product_attention(q, k, v, **told) * of_heads(q, head_offset, local_heads)
+
+    def absorbed_core(q, latent, kv_b, *, head_offset=None, local_heads=None, **told):
+        return F.absorbed_attention(q, latent, kv_b, **told) * of_heads(q, head_offset, local_heads)
+
+    def rotary(x, cos, sin, *, interleaved, head_offset=None, local_heads=None):
+        y = F.apply_rope(x, cos, sin, interleaved=interleaved)
+        return y if x.shape[2] == 1 else y * of_heads(x, head_offset, local_heads)
+
+    x, params = torch.randn(B, S, 10, dtype=torch.float64), cases.weights(F.MLA.init(CFG, 0))
+    own = {"core": core, "absorbed_core": absorbed_core, "rotary": rotary}
+    want, _ = F.mla(params, x, CFG, positions=torch.arange(S)[None], **own)
+    around = [
+        *(layout_of(name) for name in LAYOUTS),
+        (sh.mla_latent(tp="tp"), sh.Mesh(tp=2, u=2)),
+        (sh.mla_gather(tp="tp"), sh.Mesh(g=2, tp=2)),
+    ]
+    for layout, mesh in around:
+        layer = sh.simulate(sh.shard(F.mla, layout, mesh, S=S), mesh)
+        for absorbed in (False, True) if "packed" not in layout.name else (False,):
+            found, _ = layer(params, x, CFG, absorbed=absorbed, **own)
+            torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+
+
 def test_needed_sends_nothing_where_no_document_crosses():
     cu = [0, 4, 8, 12]
     assert len(record_of("mla_gather", cu, exchange="needed")) == 0
