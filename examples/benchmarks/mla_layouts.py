@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 Layer = Callable[[F.MLA, Tensor], Tensor]
-ROUNDS, CALLS = 9, 2
+ROUNDS, CALLS = 11, 1
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "q_lora_rank": 192,
