@@ -84,7 +84,7 @@ class AttentionConfig:
         if self.output_gate and self.v_head_dim not in (None, self.head_dim):
             raise ValueError(f"AttentionConfig: output_gate with v_head_dim={self.v_head_dim} other than head_dim")
         if self.qk_norm_wide and (self.qk_norm is None or self.qk_norm.norm_type != "rms_norm"):
-            raise ValueError("AttentionConfig(qk_norm_keep_fp32=True): qk_norm must be an RMSNorm")
+            raise ValueError(f"AttentionConfig(qk_norm_wide=True): qk_norm must be an RMSNorm, not {self.qk_norm}")
 
     # Which leaves and parts there are, by their names in `Attention`.
     @property

@@ -165,7 +165,8 @@ def pytree(cls: type[C]) -> type[C]:
         return [getattr(node, n) for n in present], (present, tuple(getattr(node, n) for n in statics))
 
     def unflatten(children: Iterable[Any], context: Any) -> Any:
-        (present, values), missing = context, dict.fromkeys(others)
+        present, values = context
+        missing = dict.fromkeys(others)
         return made(**missing | dict(zip(present, children, strict=True)) | dict(zip(statics, values, strict=True)))
 
     def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
@@ -395,6 +396,5 @@ def _build(cls: type[C], cfg: Any, sizes: dict[str, int], make: Callable[..., An
                 each = [_build(_class_of(classes, c), c, sizes, make, f"{here}[{i}]") for i, c in enumerate(sub)]
                 values[f.name] = tuple(each)
             else:
-                made = None if sub is None else _build(_class_of(classes, sub), sub, sizes, make, here)
-                values[f.name] = made
+                values[f.name] = None if sub is None else _build(_class_of(classes, sub), sub, sizes, make, here)
     return cls(**values)

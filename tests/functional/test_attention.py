@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -138,6 +140,8 @@ attention(x=...): D is 24 in the config but 20 in x
         F.AttentionConfig(hidden_size=8, num_attention_heads=6, num_key_value_heads=4, head_dim=2)
     with pytest.raises(ValueError, match=r"head_dim=...\): a positive integer is needed, not True"):
         F.AttentionConfig(hidden_size=8, num_attention_heads=6, num_key_value_heads=3, head_dim=True)
+    with pytest.raises(ValueError, match=r"AttentionConfig\(qk_norm_wide=True\): qk_norm must be an RMSNorm, not None"):
+        dataclasses.replace(CFG, qk_norm=None, qk_norm_wide=True)
 
 
 def test_params_and_config_must_ask_for_the_same():
