@@ -61,30 +61,30 @@ def assemble(
 
     cfg = replace(cfg, layers=tuple(cfg.layers[i] for i in kept))
     place = {f".layers[{i}].": f".layers[{j}]." for j, i in enumerate(kept)}
-    shapes, wide = {path: leaf.shape for path, leaf in tree.paths(whole).items()}, tree.fp32_paths(whole)
+    shapes, fp32 = {path: leaf.shape for path, leaf in tree.paths(whole).items()}, tree.fp32_paths(whole)
     here = {name: paths for name, each in wanted.items() if (paths := _placed(each[0].held.paths, place))}
     total, done = sum(len(wanted[name]) for name in here), 0
     new: dict[str, Tensor] = {}
     for name, paths in here.items():
         held, first = wanted[name][0].held, wanted[name][0]
-        stays_wide = any(path in wide for path in held.paths)
+        keep_fp32 = any(path in fp32 for path in held.paths)
         each = [shapes[path] for path in held.paths]
         if first.expert is None:
             progress("loading weights", done := done + 1, total)
-            leaves = held.cut(source.read(first.name, stays_wide), each)
+            leaves = held.cut(source.read(first.name, keep_fp32), each)
         else:
-            leaves = held.cut(_storage(wanted[name], held.shape(each), source, stays_wide), each)
+            leaves = held.cut(_storage(wanted[name], held.shape(each), source, keep_fp32), each)
             for piece in wanted[name]:
                 progress("loading weights", done := done + 1, total)
                 if source.device.type != "meta":
-                    piece.part(leaves).copy_(source.read(piece.name, stays_wide))
+                    piece.part(leaves).copy_(source.read(piece.name, keep_fp32))
         new |= dict(zip(paths, leaves, strict=True))
     return cfg, tree.replace(Decoder.abstract(cfg), new)
 
 
-def _storage(parts: Sequence[Piece], shape: tuple[int, ...], source: Source, stays_wide: bool) -> Tensor:
+def _storage(parts: Sequence[Piece], shape: tuple[int, ...], source: Source, keep_fp32: bool) -> Tensor:
     """Room for all pieces of a tensor, in a dtype that loses nothing of any."""
-    dtypes = {source.dtype(piece.name, stays_wide) for piece in parts}
+    dtypes = {source.dtype(piece.name, keep_fp32) for piece in parts}
     return torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes), device=source.device)
 
 

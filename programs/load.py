@@ -202,8 +202,8 @@ def _from_module(module: nn.Module, wish: _Wish) -> Model:
 
     source = Source(
         shapes={name: tuple(t.shape) for name, t in found.items()},
-        read=lambda name, wide: found[name].to("meta") if wish.abstract else found[name],
-        dtype=lambda name, wide: found[name].dtype,
+        read=lambda name, keep_fp32: found[name].to("meta") if wish.abstract else found[name],
+        dtype=lambda name, keep_fp32: found[name].dtype,
         device=wish.device,
         shown=_shown(own, wrapper),
     )
@@ -274,15 +274,15 @@ def _from_folder(folder: Path, name: str, wish: _Wish) -> Model:
     said = getattr(torch, str(fields.get("dtype")), None)
     default = said if said in _FORMATS else torch.float32
 
-    def dtype(name: str, wide: bool) -> torch.dtype:
+    def dtype(name: str, keep_fp32: bool) -> torch.dtype:
         stored = file.dtypes[own[name]] if name in own else default
-        stays = wide and stored == torch.float32 and wish.dtype in (torch.bfloat16, torch.float16)
+        stays = keep_fp32 and stored == torch.float32 and wish.dtype in (torch.bfloat16, torch.float16)
         return stored if wish.dtype is None or stays else wish.dtype
 
-    def read(name: str, wide: bool) -> Tensor:
+    def read(name: str, keep_fp32: bool) -> Tensor:
         if wish.abstract:
-            return torch.empty(shapes[name], dtype=dtype(name, wide), device="meta")
-        return file.tensor(own[name], dtype=dtype(name, wide), device=wish.device)
+            return torch.empty(shapes[name], dtype=dtype(name, keep_fp32), device="meta")
+        return file.tensor(own[name], dtype=dtype(name, keep_fp32), device=wish.device)
 
     twins = family.tied.items() if cfg.tie_word_embeddings and not wish.abstract else ()
     for twin, other in twins:
@@ -323,13 +323,13 @@ def _from_gguf(path: Path, name: str, wish: _Wish) -> Model:
 
     dtype = wish.dtype or torch.float32
 
-    def read(name: str, wide: bool) -> Tensor:
+    def read(name: str, keep_fp32: bool) -> Tensor:
         if wish.abstract:
             return torch.empty(file.shape(name), dtype=dtype, device="meta")
         return file.tensor(name).to(device=wish.device, dtype=dtype)
 
     shapes = {name: file.shape(name) for name in file.names}
-    source = Source(shapes=shapes, read=read, dtype=lambda name, wide: dtype, device=wish.device)
+    source = Source(shapes=shapes, read=read, dtype=lambda name, keep_fp32: dtype, device=wish.device)
     cfg, params = assemble(file.family, cfg, wish.layers, source, wish.progress)
     return Model(
         name=name,

@@ -145,8 +145,8 @@ class Plan:
 def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kernel], compiled: bool) -> Plan:
     """Trace prefill and decode of the model on the meta device and read the plan from the graphs."""
     # Strides too are the model's own: a kernel may decline a weight for how it lies.
-    leaves, wide = tree.paths(model.params), tree.fp32_paths(model.params)
-    dtypes = {path: computed_dtype(leaf.dtype, target.dtype, path in wide) for path, leaf in leaves.items()}
+    leaves, fp32 = tree.paths(model.params), tree.fp32_paths(model.params)
+    dtypes = {path: computed_dtype(leaf.dtype, target.dtype, path in fp32) for path, leaf in leaves.items()}
     kept = (target.device, "meta")
     moved = {path for path, p in leaves.items() if p.dtype != dtypes[path] or p.device.type not in kept}
     abstract = {

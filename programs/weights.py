@@ -22,8 +22,8 @@ class Weights:
 
     def __init__(self, params: F.Decoder, cfg: F.DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.params, self._cfg, self._device = params, cfg, device
-        leaves, wide = tree.paths(params), tree.fp32_paths(params)
-        self._dtypes = {path: computed_dtype(leaf.dtype, dtype, path in wide) for path, leaf in leaves.items()}
+        leaves, fp32 = tree.paths(params), tree.fp32_paths(params)
+        self._dtypes = {path: computed_dtype(leaf.dtype, dtype, path in fp32) for path, leaf in leaves.items()}
         self._strides = {path: leaf.stride() for path, leaf in leaves.items()}
         self._converted: dict[str, Tensor] = {}
 
@@ -81,9 +81,9 @@ class Weights:
             raise ValueError("program.params: other parameters than it was built for\n    " + "\n    ".join(faults))
 
 
-def computed_dtype(stored: torch.dtype, dtype: torch.dtype, wide: bool) -> torch.dtype:
-    """What a program of a dtype computes a leaf in. wide: see `functional.tree.dim`."""
-    return torch.promote_types(stored, dtype) if wide else dtype
+def computed_dtype(stored: torch.dtype, dtype: torch.dtype, keep_fp32: bool) -> torch.dtype:
+    """What a program of a dtype computes a leaf in. keep_fp32: see `functional.tree.dim`."""
+    return torch.promote_types(stored, dtype) if keep_fp32 else dtype
 
 
 def _layout(dtype: torch.dtype, device: torch.device, strides: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ...functional import DecoderConfig, MLAConfig, NormConfig, RopeConfig
 from . import Leaves, mixture, parts
 
-__all__ = ["decoder", "mla"]
+__all__ = ["decoder", "mla", "sigmoid_routing"]
 
 _ATTENTION = {
     "self_attn.q_proj": "attention.q",
