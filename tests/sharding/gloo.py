@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from meshfn import sharding as sh
+from meshfn.sharding.trace import Event
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Graphs", "Ran", "Results", "breakable", "gradients", "layer", "mesh_of", "run", "same", "shards"]
+__all__ = ["Graphs", "Ran", "Results", "breakable", "facts", "gradients", "layer", "mesh_of", "run", "same", "shards"]
 
 Scenario = Callable[[], Any]
 
@@ -195,6 +196,11 @@ def shards(mesh: sh.Mesh, B: int, S: int, K: int, G: int) -> list[Tensor]:
     rows = S // mesh.size + (mesh.rank < S % mesh.size)
     shapes = (B, rows, K * G, 4), (B, rows, K, 4)
     return [torch.randn(s, generator=made, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def facts(events: Iterable[Event]) -> list[tuple[Any, ...]]:
+    """What a rank sent and waited for, in which order and for what: the same on processes and on simulated ranks."""
+    return [(e.what, e.kind, e.sent, e.received, e.call.title) for e in events]
 
 
 class Graphs:
