@@ -250,10 +250,12 @@ def attention(
     }
     told = {name: value for name, value in told.items() if value is not None}
     o_BSHV = core(q_BSHE, k_BTKE, v_BTKV, causal=cfg.causal, q_positions=q_positions, k_positions=k_positions, **told)
-    o_BSHV = wire.pass_(o=o_BSHV)
-    if gate is not None:
-        o_BSHV = o_BSHV * gate.sigmoid()
-    out_BSD = wire.pass_(out=linear(o_BSHV.flatten(2), params.o))
+    o_sent, project_out = wire.send(o=o_BSHV), wire.projection(params.o)
+    opened = None if gate is None else gate.sigmoid()  # while the output returns
+    (o_BSHV,) = wire.receive(o_sent)
+    if opened is not None:
+        o_BSHV = o_BSHV * opened
+    out_BSD = wire.pass_(out=project_out(o_BSHV.flatten(2)))
     # Bias and norm come after the edge, which may be a sum over ranks.
     if params.o_bias is not None:
         out_BSD = out_BSD + params.o_bias

@@ -138,19 +138,27 @@ def mla(
         key_rope = key_rope[:, :, 0]
     positions = positions.expand(x.shape[:2])
 
-    # Latents first, so that they fly while queries are projected.
-    sent = wire.send(kv_latent=kv_latent, key_rope=key_rope, k_positions=positions, k_segment_ids=segment_ids)
+    # Latents first, so that they fly while queries are projected. Where they stay, keys and values of heads may travel:
+    # those are projected at once, and fly meanwhile.
+    sent = [wire.send(kv_latent=kv_latent, key_rope=key_rope, k_positions=positions, k_segment_ids=segment_ids)]
+    kv_b, early = wire.pass_(kv_b=params.kv_b), wire.stays("kv_latent") and not wire.stays("kv")
+    if early:
+        sent.append(wire.send(kv=_by_head(wire.projection(kv_b)(kv_latent), cfg)))
     local = params.q_b if params.q is None else params.q
     assert local is not None  # check_presence has seen that one of them is there
     q_BSHE = linear(q_latent, local)
     q_BSHE = q_BSHE.unflatten(-1, (-1, cfg.qk_head_dim))
     if cos is not None and sin is not None:
         q_BSHE = _turned(q_BSHE, cos, sin, cfg, rotary, wire.heads(sent=True))
-    # Queries fly while the gate and then keys and values are projected.
+    # Queries fly while the gate is projected, and then keys and values.
     q_sent = wire.send(q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask)
     if wire.moves:
         gate = _gate(params, x_BSD, cfg)
-    kv_b, kv_latent, key_rope, k_positions, k_ids = wire.receive(sent, kv_b=params.kv_b)
+    if early:
+        _, key_rope, k_positions, k_ids, kv_BTHNV, q_BSHE, q_positions, q_ids, mask = wire.receive(*sent, q_sent)
+    else:
+        expand = wire.projection(kv_b)
+        kv_latent, key_rope, k_positions, k_ids = wire.receive(*sent)
     if cache is not None:
         new = torch.cat((kv_latent, key_rope), -1)
         cache, latent, k_positions = latent_cache_update(cache, new, k_positions, read, window=cfg.window)
@@ -161,11 +169,10 @@ def mla(
 
     if absorbed:
         q_BSHE, q_positions, q_ids, mask = wire.receive(q_sent)
-    else:
+    elif not early:
         if cache is not None:  # what lies in an empty slot may have no part in the gradient of kv_b either
             kv_latent = kv_latent.masked_fill((k_positions < 0)[..., None], 0)
-        kv_BTHNV = linear(kv_latent, kv_b)
-        kv_BTHNV = kv_BTHNV.unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
+        kv_BTHNV = _by_head(expand(kv_latent), cfg)
         kv_BTHNV, q_BSHE, q_positions, q_ids, mask = wire.receive(q_sent, kv=kv_BTHNV)
     heads = wire.heads()
     told: dict[str, Any] = {
@@ -189,12 +196,12 @@ def mla(
         raise ShapeError(
             f"mla({which}=...): B S H V = {tuple(wanted)} is needed, but it returned {tuple(o_BSHV.shape)}"
         )
-    o_sent = wire.send(o=o_BSHV)
+    o_sent, project_out = wire.send(o=o_BSHV), wire.projection(params.o)
     opened = None if gate is None else gate.sigmoid()
 
     def finish() -> tuple[Tensor, LatentCache | None]:
         (whole,) = wire.receive(o_sent)
-        return _out(params, whole, opened, cfg, wire), cache
+        return _out(params, project_out, whole, opened, cfg, wire), cache
 
     return finish() if restore else (o_BSHV, finish)
 
@@ -229,15 +236,14 @@ def mla_expand(
     """kv_latent `B T L`, key_rope `B T R` (turned) -> keys `B T H E` and values `B T H V`, of a range of heads as in
     `mla_queries`."""
     check_latents("mla_expand", cfg.sizes, kv_latent=(kv_latent, "B T L"), key_rope=(key_rope, "B T R"))
-    width = cfg.qk_nope_head_dim + cfg.v_head_dim
-    rows = check_range("mla_expand", heads, params.kv_b, width)
-    return _keys_and_values(linear(kv_latent, params.kv_b[rows]).unflatten(-1, (-1, width)), key_rope, cfg)
+    rows = check_range("mla_expand", heads, params.kv_b, cfg.qk_nope_head_dim + cfg.v_head_dim)
+    return _keys_and_values(_by_head(linear(kv_latent, params.kv_b[rows]), cfg), key_rope, cfg)
 
 
 def mla_output(params: MLA, o: Tensor, x: Tensor, cfg: MLAConfig, *, wire: Wire = identity) -> Tensor:
     """o `B S H V`, x `B S D` (the layer's input, which the gate reads) -> out `B S D`."""
     gate = _gate(params, x, cfg)
-    return _out(params, o, None if gate is None else gate.sigmoid(), cfg, wire)
+    return _out(params, wire.projection(params.o), o, None if gate is None else gate.sigmoid(), cfg, wire)
 
 
 class Cost(NamedTuple):
@@ -329,17 +335,25 @@ def _turned(q: Tensor, cos: Tensor, sin: Tensor, cfg: MLAConfig, rotary: Callabl
     return torch.cat((q_nope, q_rope), -1)
 
 
+def _by_head(kv: Tensor, cfg: MLAConfig) -> Tensor:
+    """kv `B T (H NV)` -> `B T H NV`."""
+    by_head: Tensor = kv.unflatten(-1, (-1, cfg.qk_nope_head_dim + cfg.v_head_dim))
+    return by_head
+
+
 def _keys_and_values(kv: Tensor, key_rope: Tensor, cfg: MLAConfig) -> tuple[Tensor, Tensor]:
     """kv `B T H NV`, key_rope `B T R` -> k `B T H E`, v `B T H V`; here at last each head has the rotary key."""
     k_nope, v = kv.split((cfg.qk_nope_head_dim, cfg.v_head_dim), -1)
     return torch.cat((k_nope, key_rope[:, :, None].expand(-1, -1, kv.shape[2], -1)), -1), v
 
 
-def _out(params: MLA, o: Tensor, gate: Tensor | None, cfg: MLAConfig, wire: Wire) -> Tensor:
+def _out(
+    params: MLA, project: Callable[[Tensor], Tensor], o: Tensor, gate: Tensor | None, cfg: MLAConfig, wire: Wire
+) -> Tensor:
     o = o.flatten(2)
     if gate is not None:
         o = o * gate
-    out_BSD = wire.pass_(out=linear(o, params.o))
+    out_BSD = wire.pass_(out=project(o))
     # Bias and norm come after the edge, which may be a sum over ranks.
     if params.o_bias is not None:
         out_BSD = out_BSD + params.o_bias

@@ -7,10 +7,14 @@ the sharding package supplies wires that exchange shards. A layer knows no layou
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
+
+from .norm import linear
 
 __all__ = ["Heads", "Identity", "Wire", "choices_of", "edges", "edges_of", "identity"]
 
@@ -50,12 +54,17 @@ class Wire(Protocol):
         """Hand over edges that `receive` will return; may launch an exchange, may only hold them."""
         ...
 
-    def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
-        """The edges named here, in their order, then those of `sent`, in theirs, each as the next stage needs it."""
+    def receive(self, *sent: Any, **named: Tensor | None) -> tuple[Any, ...]:
+        """The edges named here, in their order, then those of each `sent`, in theirs, as the next stage needs them."""
         ...
 
     def pass_(self, **named: Tensor) -> Tensor:
         """`send` and `receive` of a single edge at once."""
+        ...
+
+    def projection(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """x `... D` -> `... F`, by a weight `F D`; to be called once. Where exchanges overlap, the weight gradient is
+        computed while those gradients fly of what is received between this and the call."""
         ...
 
     def stays(self, name: str) -> bool:
@@ -82,11 +91,14 @@ class Identity:
     def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(named.values())
 
-    def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
-        return (*named.values(), *(sent or ()))
+    def receive(self, *sent: Any, **named: Tensor | None) -> tuple[Any, ...]:
+        return (*named.values(), *itertools.chain(*sent))
 
     def pass_(self, **named: Tensor) -> Tensor:
         return next(iter(named.values()))  # not stored under a name, which Dynamo would give the graph's node
+
+    def projection(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return functools.partial(linear, weight=weight)
 
     def stays(self, name: str) -> bool:
         return True

@@ -168,7 +168,7 @@ def plan(
 
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
-    schedule = schedule_of(layout)
+    schedule = schedule_of(layout, mesh.axes)
     latent = "N" in schedule.letters
     usual = {"K": sizes["H"]} if latent and "H" in sizes else {"V": sizes["E"]} if "E" in sizes and not latent else {}
     sizes = schedule.sizes(shards.complete({**usual, **sizes}))

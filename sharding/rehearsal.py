@@ -65,7 +65,7 @@ def rehearse(
 
     Ranks that exchange alike are rehearsed once; those of them that compute alike make one class.
     """
-    schedule = schedule_of(layout)
+    schedule = schedule_of(layout, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     if not summed(edges, sizes):
         edges.pop("out", None)
@@ -256,7 +256,7 @@ def _run(
         if step.what == "send":
             sent[step.edges] = wire.send(**given)
         elif step.what == "receive":
-            found = wire.receive(sent.pop(step.of, None), **given)
+            found = wire.receive(*(sent.pop(group) for group in [*sent] if {*group} <= {*step.of}), **given)
             here |= dict(zip((*step.edges, *step.of), found, strict=True))
         elif step.what == "pass":
             here[step.edges[0]] = wire.pass_(**given)

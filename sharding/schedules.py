@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from . import rules
 from .errors import SpecError
 from .layouts import Layout
+from .mesh import Axes
 
-__all__ = ["ATTENTION", "LATENT", "Schedule", "Step", "schedule_of"]
+__all__ = ["ATTENTION", "LATENT", "PACKED", "Schedule", "Step", "schedule_of"]
 
 
 class Step(NamedTuple):
@@ -70,8 +72,9 @@ LATENT = Schedule(
     parameters=("kv_b",),
     steps=(
         Step("send", ("kv_latent", "key_rope")),
+        Step("pass", ("kv_b",)),
         Step("send", ("q",)),
-        Step("receive", ("kv_b",), ("kv_latent", "key_rope")),
+        Step("receive", (), ("kv_latent", "key_rope")),
         Step("make", ("kv",), ("kv_latent", "kv_b")),
         Step("receive", ("kv",), ("q",)),
         Step("core", ("o",), ("q", "kv", "key_rope")),
@@ -81,12 +84,27 @@ LATENT = Schedule(
     widths=(("E", ("N", "R")), ("NV", ("N", "V"))),
 )
 
+# Where latents stay, and keys and values of heads travel.
+PACKED = LATENT._replace(
+    steps=(
+        Step("send", ("kv_latent", "key_rope")),
+        Step("pass", ("kv_b",)),
+        Step("make", ("kv",), ("kv_latent", "kv_b")),
+        Step("send", ("kv",)),
+        Step("send", ("q",)),
+        Step("receive", (), ("kv_latent", "key_rope", "kv", "q")),
+        Step("core", ("o",), ("q", "kv", "key_rope")),
+        Step("pass", ("o",)),
+    )
+)
 
-def schedule_of(layout: Layout) -> Schedule:
-    """Raises `SpecError` for a layout of neither."""
+
+def schedule_of(layout: Layout, axes: Axes) -> Schedule:
+    """Raises `SpecError` for a layout of neither kind of attention."""
     edges = dict(layout.chains)
     for each in (LATENT, ATTENTION):
         if all(edge in edges for edge in each.edges):
-            return each
+            early = each is LATENT and rules.stays(edges["kv_latent"], axes) and not rules.stays(edges["kv"], axes)
+            return PACKED if early else each
     lacking = [edge for edge in ATTENTION.edges if edge not in edges]
     raise SpecError(f"{layout.name} has no edge {', '.join(lacking)}, and a plan is of q, k, v and o")

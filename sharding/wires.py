@@ -6,18 +6,22 @@ What is received at once and goes the same way over the same axes is packed into
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from ..functional.wire import Heads
+from ..functional.wire import Heads, identity
 from . import documents, rules, shards
 from .errors import SpecError
 from .exchange import local
+from .functorch import transform_level
+from .late import LateProjection
 from .layouts import WHOLE, Layout
 from .mesh import Axes, Mesh, constant_axes, ranks_of
 from .moves import Planned
@@ -100,8 +104,8 @@ class LayoutWire:
                 self._launch(group)
         return edges
 
-    def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
-        edges = [*(self._edge(name, x) for name, x in named.items()), *(sent or [])]
+    def receive(self, *sent: Any, **named: Tensor | None) -> tuple[Any, ...]:
+        edges = [*(self._edge(name, x) for name, x in named.items()), *itertools.chain(*sent)]
         flying = [edge.flight for edge in edges if edge.flight is not None]
         if self.layout.overlap and not torch.compiler.is_compiling():
             flying = list(dict.fromkeys(flying))
@@ -124,6 +128,11 @@ class LayoutWire:
         if found is None:
             raise TypeError(f"{name}: a tensor is needed, not None")
         return found
+
+    def projection(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        # A compiler orders gradients itself, transforms have no later, and other classes know their own derivative.
+        usual = torch.compiler.is_compiling() or transform_level() or type(weight) not in (Tensor, Parameter)
+        return LateProjection(weight) if self.layout.overlap and not usual else identity.projection(weight)
 
     def mine(self, x: Tensor) -> Tensor:
         """What of a whole value of a layer's tokens, `B S`, comes in with this rank's shard."""

@@ -34,9 +34,15 @@ class Counting:
         self._note("send", named)
         return identity.send(**named)
 
-    def receive(self, sent: Any = None, **named: Tensor | None) -> tuple[Any, ...]:
+    def receive(self, *sent: Any, **named: Tensor | None) -> tuple[Any, ...]:
         self._note("receive", named)
-        return identity.receive(sent, **named)
+        return identity.receive(*sent, **named)
+
+    def projection(self, weight: Tensor) -> Any:
+        return identity.projection(weight)
+
+    def stays(self, name: str) -> bool:
+        return True
 
     def pass_(self, **named: Tensor | None) -> Any:
         self._note("pass", named)
@@ -65,7 +71,7 @@ def test_every_edge_passes_with_the_shape_it_declares():
         ("receive", "layers.attention.q_segment_ids", (2, 5)),
         ("receive", "layers.attention.mask", (2, 6, 5, 5)),
         ("receive", "layers.attention.sinks", None),
-        ("pass", "layers.attention.o", (2, 5, 6, 8)),
+        ("send", "layers.attention.o", (2, 5, 6, 8)),
         ("pass", "layers.attention.out", (2, 5, 48)),
         ("pass", "layers.mlp.x", (2, 5, 48)),
         ("pass", "layers.mlp.h", (2, 5, 40)),
@@ -114,15 +120,17 @@ def test_sinks_are_an_edge_and_per_head_parameters_can_be_cut():
     seen = []
 
     class FirstHead(Counting):
-        def receive(self, sent: Any = None, **named: Any) -> tuple[Any, ...]:
-            q, q_positions, q_ids, mask, sinks, k, v, *rest = super().receive(sent, **named)
+        def receive(self, *sent: Any, **named: Any) -> tuple[Any, ...]:
+            if "q" not in named:
+                return super().receive(*sent, **named)
+            q, q_positions, q_ids, mask, sinks, k, v, *rest = super().receive(*sent, **named)
             return (q[:, :, :3], q_positions, q_ids, mask, sinks[:3], k[:, :, :1], v[:, :, :1], *rest)
 
-        def pass_(self, **named: Any) -> Any:
+        def send(self, **named: Any) -> Any:
             seen.append(named)
             if "o" in named:
-                return torch.nn.functional.pad(named["o"], (0, 0, 0, 3))
-            return super().pass_(**named)
+                return super().send(o=torch.nn.functional.pad(named["o"], (0, 0, 0, 3)))
+            return super().send(**named)
 
     F.attention(params, x, cfg, positions=positions, wire=FirstHead([]))
     (part,) = [n["o"] for n in seen if "o" in n]

@@ -258,17 +258,24 @@ def test_overlap_is_bitwise_equal(name, dtype):
 
 
 def order(monkeypatch, name, overlap):
-    """What rank 0 does: launches, waits, both up-projections and the core."""
+    """What rank 0 does: launches, waits, the projections, and where their weights have gradients of their own those too."""
     layout, mesh = layout_of(name, overlap=overlap)
     layer = sh.shard(F.mla, layout, mesh, S=S)
     record, first = sh.trace(mesh), []
     module = importlib.import_module("meshfn.functional.mla")  # which its function of that name hides
     linear, x, params = module.linear, torch.randn(B, S, 10, dtype=torch.float64), cases.weights(F.MLA.init(CFG, 0))
-    projections = {6: "project q", L: "project kv"}  # by the width of what is projected
+    late, weights = sh.wires.LayoutWire.projection, {L: "kv", 16: "out"}  # by the width of what is projected
 
     def noted(x, weight, *rest):
-        y, what = linear(x, weight, *rest), projections.get(x.shape[-1])
-        return y if what is None else Noting.apply(y, what, record.events)
+        y = linear(x, weight, *rest)
+        return Noting.apply(y, "project q", record.events) if x.shape[-1] == 6 else y
+
+    def projection(wire, weight):
+        what = weights[weight.shape[1]]
+        if overlap:
+            weight = Noting.apply(weight, f"weight of {what}", record.events)
+        project = late(wire, weight)
+        return lambda x: Noting.apply(project(x), f"project {what}", record.events)
 
     def core(q, k, v, **told):
         return Noting.apply(F.dot_product_attention(q, k, v, **told), "core", record.events)
@@ -281,11 +288,13 @@ def order(monkeypatch, name, overlap):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "linear", noted)
+        patch.setattr(sh.wires.LayoutWire, "projection", projection)
         sh.Threads(mesh).run(body)
     mine = [e for e in record.events if (e[0] in first if isinstance(e, tuple) else e.rank == 0)]
     said = [e[1] if isinstance(e, tuple) else f"{e.what} {e.call.title}" for e in mine]
     half = next(i for i, what in enumerate(said) if "backward" in what)
-    ways = {"forward": said[:half], "backward": [what.removesuffix(" (backward)") for what in said[half:]]}
+    forward = [what for what in said[:half] if not what.startswith("weight")]
+    ways = {"forward": forward, "backward": [what.removesuffix(" (backward)") for what in said[half:]]}
     told = (f"{way}: {' > '.join(part)}" for way, part in ways.items())
     return "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in told)
 
@@ -295,9 +304,9 @@ def test_order_of_mla_latent(monkeypatch):
         order(monkeypatch, "mla_latent", True),
         """\
 forward: launch kv_latent, key_rope > project q > launch q > wait kv_latent, key_rope > project kv >
-    wait q > core > launch o > wait o
-backward: launch o > wait o > core > launch q > project kv > launch kv_latent, key_rope > wait q >
-    project q > wait kv_latent, key_rope""",
+    wait q > core > launch o > wait o > project out
+backward: project out > launch o > weight of out > wait o > core > launch q > project kv > launch
+    kv_latent, key_rope > weight of kv > wait q > project q > wait kv_latent, key_rope""",
     )
 
 
@@ -306,9 +315,9 @@ def test_order_of_mla_latent_without(monkeypatch):
         order(monkeypatch, "mla_latent", False),
         """\
 forward: project q > launch kv_latent, key_rope > wait kv_latent, key_rope > project kv > launch q >
-    wait q > core > launch o > wait o
-backward: launch o > wait o > core > launch q > wait q > project kv > launch kv_latent, key_rope >
-    wait kv_latent, key_rope > project q""",
+    wait q > core > launch o > wait o > project out
+backward: project out > launch o > wait o > core > launch q > wait q > project kv > launch
+    kv_latent, key_rope > wait kv_latent, key_rope > project q""",
     )
 
 
@@ -316,10 +325,10 @@ def test_order_of_mla_packed(monkeypatch):
     assert_expected_inline(
         order(monkeypatch, "mla_packed", True),
         """\
-forward: launch key_rope > project q > launch q > wait key_rope > project kv > launch kv > wait q >
-    wait kv > core > launch o > wait o
-backward: launch o > wait o > core > launch kv > launch q > wait kv > project kv > launch key_rope >
-    wait q > project q > wait key_rope""",
+forward: launch key_rope > project kv > launch kv > project q > launch q > wait key_rope > wait kv >
+    wait q > core > launch o > wait o > project out
+backward: project out > launch o > weight of out > wait o > core > launch q > launch kv > launch
+    key_rope > wait q > project q > wait kv > project kv > weight of kv > wait key_rope""",
     )
 
 
@@ -327,8 +336,10 @@ def test_order_of_mla_gather(monkeypatch):
     assert_expected_inline(
         order(monkeypatch, "mla_gather", True),
         """\
-forward: launch kv_latent, key_rope > project q > wait kv_latent, key_rope > project kv > core
-backward: core > project kv > launch kv_latent, key_rope > project q > wait kv_latent, key_rope""",
+forward: launch kv_latent, key_rope > project q > wait kv_latent, key_rope > project kv > core >
+    project out
+backward: project out > weight of out > core > project kv > launch kv_latent, key_rope > weight of
+    kv > project q > wait kv_latent, key_rope""",
     )
 
 
@@ -336,8 +347,9 @@ def test_order_of_mla_packed_around_a_gather(monkeypatch):
     assert_expected_inline(
         order(monkeypatch, "mla_packed around a gather", True),
         """\
-forward: launch key_rope > project q > launch q > wait key_rope > project kv > launch kv > wait q >
-    wait kv > launch kv > wait kv > core > launch o > wait o
-backward: launch o > wait o > core > launch kv > wait kv > launch kv > launch q > wait kv > project
-    kv > launch key_rope > wait q > project q > wait key_rope""",
+forward: launch key_rope > project kv > launch kv > project q > launch q > wait key_rope > wait kv >
+    launch kv > wait q > wait kv > core > launch o > wait o > project out
+backward: project out > launch o > weight of out > wait o > core > launch kv > launch q > wait kv >
+    launch kv > launch key_rope > wait q > project q > wait kv > project kv > weight of kv > wait
+    key_rope""",
     )
