@@ -4,6 +4,7 @@ from . import shapes, tree, wire
 from .absorbed import absorbed_attention
 from .attention import Attention, AttentionConfig, attention
 from .cache import KVCache, LatentCache, cache_update, empty_caches, latent_cache_update
+from .conv import causal_conv
 from .core import decode_attention, dot_product_attention
 from .decoder import (
     Decoder,
@@ -17,12 +18,13 @@ from .decoder import (
     logits,
     next_token_loss,
 )
+from .delta import gated_delta_rule_scan, gated_delta_rule_step, gdn_gates, l2norm
 from .experts import expert_mlp
 from .loss import cross_entropy
 from .mla import MLA, MLAConfig, mla, mla_costs, mla_expand, mla_latents, mla_output, mla_queries, mla_rotary
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
 from .moe import MoE, MoEConfig, Routing, balance_loss, expert_counts, moe, route
-from .norm import HeadNorm, Norm, NormConfig, layer_norm, linear, norm_linear, normalize, rms_norm
+from .norm import HeadNorm, Norm, NormConfig, gated_rms_norm, layer_norm, linear, norm_linear, normalize, rms_norm
 from .rope import RopeConfig, apply_rope, rope_tables
 from .sampling import Controls, draw, greedy, penalize, sample, sample_advance, uniform, warp
 from .shapes import ShapeError
@@ -58,6 +60,7 @@ __all__ = [
     "backbone",
     "balance_loss",
     "cache_update",
+    "causal_conv",
     "cross_entropy",
     "decode_attention",
     "decoder",
@@ -67,8 +70,13 @@ __all__ = [
     "expert_counts",
     "expert_mlp",
     "final_norm",
+    "gated_delta_rule_scan",
+    "gated_delta_rule_step",
     "gated_mlp",
+    "gated_rms_norm",
+    "gdn_gates",
     "greedy",
+    "l2norm",
     "latent_cache_update",
     "layer",
     "layer_norm",

@@ -31,6 +31,7 @@ __all__ = [
     "Norm",
     "NormConfig",
     "apply_norm",
+    "gated_rms_norm",
     "layer_norm",
     "linear",
     "norm_in_front",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 NORM_TYPES = ("rms_norm", "layer_norm")
+GATES = {"silu": tnf.silu, "sigmoid": torch.sigmoid}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,33 @@ def layer_norm(
     scale = weight.to(wide)
     scaled = (1 + scale if zero_centered else scale) * normed
     return (scaled if bias is None else scaled + bias.to(wide)).to(x.dtype)
+
+
+@primitive
+def gated_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    *,
+    eps: float = 1e-6,
+    activation: str = "silu",
+    scale_in_fp32: bool = False,
+) -> Tensor:
+    """x and z `... V`, weight `V` -> rms_norm(x) * act(z) `... V` in x's dtype: what leaves a gated delta net.
+
+    activation: "silu" (Qwen3-Next, Olmo) or "sigmoid" (Kimi) of the gate, in fp32 at least. scale_in_fp32: as in
+    `rms_norm` (Kimi); without it the norm is rounded before its weight is applied, and the result once more.
+    """
+    check_shapes("gated_rms_norm", x=(x, "... V"), weight=(weight, "V"), z=(z, "... V"))
+    if x.shape != z.shape:
+        raise ShapeError(f"gated_rms_norm(z=...): x is {tuple(x.shape)} and its gate {tuple(z.shape)}")
+    if activation not in GATES:
+        raise ValueError(f'gated_rms_norm(activation="{activation}") is unknown\n    known: {", ".join(GATES)}')
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x_wide = x.to(wide)
+    normed = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
+    scaled = weight.to(wide) * normed if scale_in_fp32 else weight * normed.to(x.dtype)
+    return (scaled * GATES[activation](z.to(wide))).to(x.dtype)
 
 
 @primitive
