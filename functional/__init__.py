@@ -19,6 +19,7 @@ from .decoder import (
     next_token_loss,
 )
 from .delta import gated_delta_rule_scan, gated_delta_rule_step, gdn_gates, l2norm
+from .delta_chunked import gated_delta_rule_chunked
 from .experts import expert_mlp
 from .loss import cross_entropy
 from .mla import MLA, MLAConfig, mla, mla_costs, mla_expand, mla_latents, mla_output, mla_queries, mla_rotary
@@ -70,6 +71,7 @@ __all__ = [
     "expert_counts",
     "expert_mlp",
     "final_norm",
+    "gated_delta_rule_chunked",
     "gated_delta_rule_scan",
     "gated_delta_rule_step",
     "gated_mlp",

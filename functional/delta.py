@@ -168,9 +168,7 @@ def _check_one(tokens: int, cu_seqlens: Tensor | None) -> None:
     longest = tokens if cu_seqlens is None else max(readable(cu_seqlens.diff()) or [1])
     if longest > 1 or (cu_seqlens is None and tokens != 1):
         what = f"{'a row' if cu_seqlens is None else 'a document'} has {longest} tokens"
-        raise ShapeError(
-            f"gated_delta_rule_step(q=...): {what}, a step takes 1\n    fix: gated_delta_rule_chunked"
-        )
+        raise ShapeError(f"gated_delta_rule_step(q=...): {what}, a step takes 1\n    fix: gated_delta_rule_chunked")
 
 
 def prepare(
