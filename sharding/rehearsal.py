@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from . import documents, moves, rules, shards
 from .affine import Span, Sum
@@ -232,7 +233,7 @@ def _run(
     here: dict[str, Tensor] = {}
     for name in (*schedule.inputs, *schedule.parameters):
         shape = parse(wire.edges[name][0]).local(sizes, mesh, rank)
-        here[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=name in schedule.inputs)
+        here[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     first = [here[name] for name in schedule.inputs]
     meter = Meter(lambda: len(trace.events), first, [here[name] for name in schedule.parameters])
     with meter:
@@ -272,7 +273,10 @@ def _forward(
                 whole = any(atom.name == "T" for atom in parse(wire.edges[name][0]).atoms)
                 tokens = None if whole else keys
                 projection = of[1].shape[0] * of[1].shape[1]
-            here[name] = _Stage.apply(local(name), *of)
+                here[name] = linear(*of).unflatten(-1, local(name)[-2:])
+            else:
+                here[name] = _Stage.apply(local(name), *of)
+        given.clear()
     end = "o"
     if summed(wire.edges, sizes):
         here["out"] = wire.pass_(out=_Stage.apply(local("out"), here["o"]))
