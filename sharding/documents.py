@@ -150,6 +150,10 @@ class Traffic(NamedTuple):
     wanted: int
     once: bool
 
+    @property
+    def tokens(self) -> tuple[int, int, int, int]:
+        return self.sent, self.received, self.given, self.wanted
+
 
 def traffic(holds: Sequence[Ranges], wanted: Sequence[Ranges]) -> list[Traffic]:
     """Of each member of a group, from what each of them holds and wants; in a time that grows like their number."""

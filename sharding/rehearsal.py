@@ -76,7 +76,8 @@ def rehearse(
 ) -> list[Rank]:
     """What every rank does, by classes. sizes: of the letters of the layout's schedule. cu: boundaries of documents.
 
-    Ranks that exchange alike are rehearsed once; those of them that compute alike make one class.
+    Of ranks that exchange alike a few are rehearsed, and what the others hold and send follows from how many keys each
+    has. Those that compute alike too make one class.
     """
     schedule = schedule_of(layout)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
@@ -88,16 +89,16 @@ def rehearse(
     keys = _keys(schedule, edges, mesh.axes, sizes)
     for rank in range(mesh.size):
         done, moved = work(rank), needs(rank)
-        # How many keys are sent and seen differs from rank to rank, and what happens to them does not.
-        how = tuple(t and (t.sent > 0, t.received > 0, t.given > 0, t.wanted > 0, t.once) for t in moved)
-        exchanged = (tuple(key(rank) for key in keys), how, min(done.ranges, 2))
+        # How many keys are sent and seen differs from rank to rank, and from two on the same happens to them.
+        how = tuple(t and (*(min(n, 2) for n in t.tokens), t.once) for t in moved)
+        exchanged = (tuple(key(rank) for key in keys), how, min(done.keys, 2), done.ranges)
         alike.setdefault(exchanged, {}).setdefault((done, moved), []).append(rank)
     found = []
     for classes in alike.values():
         runs: list[_Ran] = []
         span = Span()
         for (done, moved), ranks in classes.items():
-            counts = (1, done.keys, *(n for t in moved if t for n in (t.sent, t.received, t.given, t.wanted)))
+            counts = (1, done.keys, *(n for t in moved if t for n in t.tokens))
             if (of := span.weights(counts)) is None:
                 runs.append(_run(layout, schedule, mesh, ranks[0], sizes, dtype, sight, cu))
                 held, events = runs[-1].held, runs[-1].events
@@ -106,8 +107,9 @@ def rehearse(
             run = runs[0]
             flops = 2 * run.rows * (run.heads * done.pairs * (sizes["E"] + sizes["V"]) + run.multiplied(done.keys))
             memory = _memory(held, events)
-            rank = Rank(tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events)
-            found.append(rank)
+            found.append(
+                Rank(tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events)
+            )  # fmt: skip
     return found
 
 
@@ -303,11 +305,8 @@ class _Stage(torch.autograd.Function):
 
 
 def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:
-    """What ranks hold and send that were not rehearsed themselves: all of it grows with tokens of keys."""
-    held = [
-        (same[0][0], of([n for _, n in same]))
-        for same in zip(*(run.held for run in runs), strict=True)
-    ]  # fmt: skip
+    """What ranks hold and send that were not rehearsed: all of it grows with tokens of keys."""
+    held = [(same[0][0], of([n for _, n in same])) for same in zip(*(run.held for run in runs), strict=True)]
     events = (
         replace(same[0], sent=of([e.sent for e in same]), received=of([e.received for e in same]))
         for same in zip(*(run.events for run in runs), strict=True)

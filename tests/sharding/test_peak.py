@@ -158,6 +158,7 @@ CASES = [
     (sh.ulysses(), {"u": 4}, {**PLAIN, "H": 8, "K": 2}, {}),
     (sh.all_gather(), {"g": 2}, PLAIN, {"causal": True}),
     (sh.all_gather(overlap=True, exchange="needed"), {"g": 3}, PLAIN, DOCUMENTS),
+    (sh.all_gather(exchange="needed"), {"g": 9}, {**PLAIN, "S": 900}, {"causal": True, "cu_seqlens": (0, 460, 900)}),
     (sh.all_gather(zigzag=True), {"g": 2}, {**PLAIN, "S": 200}, {"causal": True, "window": 20}),
     (sh.hybrid(), BOTH, PLAIN, {}),
     (sh.hybrid(exchange="needed"), BOTH, PLAIN, DOCUMENTS),
@@ -172,6 +173,7 @@ CASES = [
     (sh.mla_packed("u", "g", exchange="needed"), BOTH, LATENT, DOCUMENTS),
     (sh.mla_gather(), {"g": 2}, LATENT, {"causal": True}),
     (sh.mla_gather(overlap=True, exchange="needed"), {"g": 3}, LATENT, DOCUMENTS),
+    (sh.mla_gather(exchange="needed"), {"g": 9}, {**LATENT, "S": 900}, {"causal": True, "window": 350}),
     (sh.mla_gather(zigzag=True, tp="tp"), {"tp": 2, "g": 2}, {**LATENT, "S": 200, "H": 4, "D": 64}, {"causal": True}),
 ]  # fmt: skip
 
