@@ -26,12 +26,10 @@ class Span:
             if factor:
                 rest = [a - factor * b for a, b in zip(rest, row, strict=True)]
                 of = [a + factor * b for a, b in zip_longest(of, parts, fillvalue=Fraction(0))]
-        place = next((i for i, n in enumerate(rest) if n), None)
-        if place is None:
+        if not any(rest):
             return Sum(of)
-        first = rest[place]
-        row = [n / first for n in rest]
-        self._rows.append((place, row, [*(-n / first for n in of), 1 / first]))
+        place, first = next((i, n) for i, n in enumerate(rest) if n)
+        self._rows.append((place, [n / first for n in rest], [*(-n / first for n in of), 1 / first]))
         self.size += 1
         return None
 

@@ -251,7 +251,7 @@ def _forward(
     wire: LayoutWire, schedule: Schedule, mesh: Mesh, rank: int, sizes: Mapping[str, int], here: dict[str, Tensor]
 ) -> tuple[Tensor, int | None, int, int | None]:
     """What ends the layer, heads that keys have of their own, and what is projected as `_Ran` has it. here: what comes
-    in, which nothing here holds any longer than the layer does."""
+    in; it is left empty, so that backward finds what autograd keeps and no more."""
     sent: dict[tuple[str, ...], Any] = {}
     projection, tokens = 0, None
 
@@ -279,14 +279,12 @@ def _forward(
             else:
                 here[name] = _Stage.apply(local(name), *of)
         given.clear()
-    end = "o"
+    end = here["o"]
     if summed(wire.edges, sizes):
-        here["out"] = wire.pass_(out=_Stage.apply(local("out"), here["o"]))
-        end = "out"
+        end = wire.pass_(out=_Stage.apply(local("out"), end))
     kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
-    last = _Stage.apply((0,), here[end])
     here.clear()
-    return last, kv_heads, projection, tokens
+    return _Stage.apply((0,), end), kv_heads, projection, tokens
 
 
 class _Stage(torch.autograd.Function):
@@ -300,8 +298,7 @@ class _Stage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
-        return None, *(torch.empty_like(x) if need else None for x, need in needed)
+        return None, *map(torch.empty_like, ctx.saved_tensors)
 
 
 def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:
