@@ -21,7 +21,7 @@ from .moves import Move
 from .spec import Atom, Spec, parse_pair
 from .steps import COLLECTIVES, Step, one_step
 from .trace import Trace, copied
-from .transport import Call, Done, Work
+from .transport import Call, Work
 
 __all__ = ["Class", "Dry", "Figures", "classes_of", "key_of"]
 
@@ -46,17 +46,16 @@ class Class(NamedTuple):
 
 
 class Dry:
-    """A transport that gives blocks without memory, and keeps what it was handed and gave."""
+    """A transport that gives blocks without memory. Like one of processes it holds what it was handed until it is
+    waited for, and what it gives from the start."""
 
     traces, spare = True, None
 
     def __init__(self, axes: Axes, rank: int) -> None:
         self.axes, self.rank = axes, rank
-        self.buffers: list[tuple[Tensor, Tensor]] = []
 
     def _done(self, x: Tensor, n: int) -> Work:
-        self.buffers.append((x, x.new_empty(n)))
-        return Done(self.buffers[-1][1])
+        return _Blocks(x, x.new_empty(n))
 
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         return self._done(x, sum(counts))
@@ -73,16 +72,25 @@ class Dry:
         return self._done(x, x.numel())
 
 
+class _Blocks:
+    def __init__(self, sent: Tensor, received: Tensor) -> None:
+        self.sent: Tensor | None = sent
+        self.received = received
+
+    def wait(self) -> Tensor:
+        self.sent = None
+        return self.received
+
+
 def _figures(move: Move, shape: Sequence[int], dtype: torch.dtype, text: str, axes: Axes, rank: int) -> Figures:
     x = torch.empty(tuple(shape), dtype=dtype, device="meta")
     if move.kind not in COLLECTIVES:
         y = local(x, move)
         return Figures(0, 0, (0, int(copied(x, y))), tuple(y.shape))
-    dry = Dry(axes, rank)
-    trace = Trace(Mesh(**dict(axes)).at(rank, dry))
+    trace = Trace(Mesh(**dict(axes)).at(rank, Dry(axes, rank)))
     (y,) = finish(start((x,), (move,), Call(text), trace.mesh))
-    ((taken, gave),) = dry.buffers
-    return Figures(*trace.bytes(rank), (int(copied(x, taken)), int(copied(gave, y))), tuple(y.shape))
+    launched, waited = trace
+    return Figures(*trace.bytes(rank), (launched.copies, waited.copies), tuple(y.shape))
 
 
 def classes_of(text: str, axes: Axes, sizes: tuple[tuple[str, int], ...], dtype: torch.dtype) -> list[Class]:

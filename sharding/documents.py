@@ -141,12 +141,18 @@ def _sum(first: int, last: int, window: int | None) -> int:
 
 
 class Traffic(NamedTuple):
-    """Tokens that a rank sends to others and receives from them, gives in all (its own included), and wants in all."""
+    """Tokens that a rank sends to others and receives from them, gives in all (its own included), and wants in all.
+    once: whether each token that it holds is given exactly once."""
 
     sent: int
     received: int
     given: int
     wanted: int
+    once: bool
+
+    @property
+    def tokens(self) -> tuple[int, int, int, int]:
+        return self.sent, self.received, self.given, self.wanted
 
 
 def traffic(holds: Sequence[Ranges], wanted: Sequence[Ranges]) -> list[Traffic]:
@@ -156,20 +162,25 @@ def traffic(holds: Sequence[Ranges], wanted: Sequence[Ranges]) -> list[Traffic]:
         for a, b in ranges:
             steps[a], steps[b] = steps.get(a, 0) + 1, steps.get(b, 0) - 1
     points = sorted(steps)
-    before, count, totals = 0, 0, []  # of all tokens before each point, how often they are wanted
+    count, totals = 0, [(0, 0)]  # of all tokens before each point, how often they are wanted, and how many once
     for i, point in enumerate(points):
-        before += count * (point - points[i - 1]) if i else 0
-        totals.append((before, count := count + steps[point]))
+        often, once = totals[-1]
+        span = point - points[i - 1] if i else 0
+        totals.append((often + count * span, once + (count == 1) * span))
+        count += steps[point]
+    counts = [0, *itertools.accumulate(steps[point] for point in points)]
 
-    def upto(at: int) -> int:
-        i = bisect.bisect_right(points, at) - 1
-        return totals[i][0] + totals[i][1] * (at - points[i]) if i >= 0 else 0
+    def upto(at: int) -> tuple[int, int]:
+        i = bisect.bisect_right(points, at)
+        (often, once), span = totals[i], at - points[i - 1] if i else 0
+        return often + counts[i] * span, once + (counts[i] == 1) * span
 
     found = []
     for hold, mine in zip(holds, wanted, strict=True):
         own = sum(max(0, min(b, d) - max(a, c)) for a, b in hold for c, d in mine)
-        given, all_of_it = sum(upto(b) - upto(a) for a, b in hold), shards.length(mine)
-        found.append(Traffic(given - own, all_of_it - own, given, all_of_it))
+        given, once = (sum(upto(b)[which] - upto(a)[which] for a, b in hold) for which in (0, 1))
+        all_of_it = shards.length(mine)
+        found.append(Traffic(given - own, all_of_it - own, given, all_of_it, once == given == shards.length(hold)))
     return found
 
 

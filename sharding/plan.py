@@ -81,7 +81,15 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The most bytes of edges and buffers that a rank holds at once; what the core keeps inside is not counted."""
+        """The most bytes that a rank holds at once, from when the inputs of its edges are there until their gradients
+        are, as autograd keeps and frees memory; a view counts nothing.
+
+        Counted: the inputs, and their gradients once made, to the end; every edge, its gradient, and copies that pack
+        or unpack; of each exchange a buffer sent, until it is waited for, and one received, from its launch on; what a
+        projection between exchanges makes; what each stage reads, until its gradients are made (the one behind the
+        last edge reads the result). Not counted: what a core keeps inside, weights and their gradients, what comes
+        before and behind the edges, and what a transport needs beside those two buffers (gloo keeps the two largest).
+        """
         return max(r.peak for r in self.classes)
 
     def bytes(self, rank: int = 0) -> tuple[int, int]:

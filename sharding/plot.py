@@ -27,7 +27,7 @@ def plot(plan: Plan) -> Any:
     above.set_title(f"{plan.title}\n{plan.facts[0]}", fontsize=9)
     above.legend(fontsize=8)
     memory = max(plan.classes, key=lambda found: found.peak).memory
-    below.step(range(len(memory)), [n for _, n in memory], where="post", color="C2")
+    below.step(range(len(memory)), [n for _, n in memory], where="mid", color="C2")
     below.set_xticks(range(len(memory)), [name for name, _ in memory], rotation=45, ha="right", fontsize=8)
     below.set_ylabel("bytes held")
     below.set_ylim(0)

@@ -9,12 +9,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from . import documents, moves, rules, shards
+from .affine import Span, Sum
 from .classes import Dry, key_of
 from .documents import Boundaries, Sight, Traffic
 from .layouts import Layout
 from .mesh import Axes, Mesh
+from .meter import Meter
 from .schedules import Schedule, schedule_of
 from .shards import Ranges
 from .spec import Atom, parse
@@ -31,12 +34,22 @@ def summed(edges: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> bo
 
 
 Needs = tuple[Traffic | None, ...]  # of each group of ranks among which keys are gathered
-Work = tuple[int, int, int]  # queries, keys, pairs of the two that see each other
+
+
+class Work(NamedTuple):
+    """Of the core: queries, keys, pairs of the two that see each other. ranges: of keys, 0 for all of them, else 1 (a
+    view of those that came) or more (a copy)."""
+
+    queries: int
+    keys: int
+    pairs: int
+    ranges: int
 
 
 class Rank(NamedTuple):
     """What ranks of one class do. queries, keys: tokens that the core sees, of so many heads. flops: of the pairs of a
-    query and a key that see each other, forward. memory: bytes held after each event. events: as a trace has them."""
+    query and a key that see each other, forward. events: as a trace has them. memory: the most bytes held at once from
+    the inputs on, until each event, and until the gradients of the inputs are there."""
 
     ranks: tuple[int, ...]
     queries: int
@@ -63,7 +76,8 @@ def rehearse(
 ) -> list[Rank]:
     """What every rank does, by classes. sizes: of the letters of the layout's schedule. cu: boundaries of documents.
 
-    Ranks that exchange alike are rehearsed once; those of them that compute alike make one class.
+    Of ranks that exchange alike a few are rehearsed, and what the others hold and send follows from how many keys each
+    has. Those that compute alike too make one class.
     """
     schedule = schedule_of(layout, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
@@ -74,29 +88,28 @@ def rehearse(
     alike: dict[object, dict[tuple[Work, Needs], list[int]]] = {}
     keys = _keys(schedule, edges, mesh.axes, sizes)
     for rank in range(mesh.size):
-        moved = needs(rank)
-        # What is sent of keys differs from rank to rank, and what happens to it does not.
-        how = tuple(None if t is None else (t.sent > 0, t.received > 0, t.given > 0, t.wanted > 0) for t in moved)
-        exchanged = (tuple(key(rank) for key in keys), how)
-        alike.setdefault(exchanged, {}).setdefault((work(rank), moved), []).append(rank)
+        done, moved = work(rank), needs(rank)
+        # How many keys are sent and seen differs from rank to rank, and from two on the same happens to them.
+        how = tuple(t and (*(min(n, 2) for n in t.tokens), t.once) for t in moved)
+        exchanged = (tuple(key(rank) for key in keys), how, min(done.keys, 2), done.ranges)
+        alike.setdefault(exchanged, {}).setdefault((done, moved), []).append(rank)
     found = []
-    groups = _groups(edges, layout)
     for classes in alike.values():
-        (_, first), ranks = next(iter(classes.items()))
-        run = _run(layout, schedule, mesh, ranks[0], sizes, dtype, sight, cu)
-        for ((queries, seen, pairs), moved), ranks in classes.items():
-            events, held = run.events, run.held
-            for (axes, names), one, other in zip(groups, first, moved, strict=True):
-                if one is not None and other is not None and one != other:
-                    events, held = _of_other_keys(events, held, axes, names, one, other)
-            if held.made is not None and run.tokens is None:  # as many as are seen
-                more = (seen - run.projected) * held.token[held.made]
-                held = held._replace(
-                    seen=held.seen + more, after={**held.after, held.made: held.after[held.made] + more}
-                )
-            flops = 2 * run.rows * (run.heads * pairs * (sizes["E"] + sizes["V"]) + run.multiplied(seen))
-            memory = _memory(events, held)
-            found.append(Rank(tuple(ranks), queries, seen, run.heads, run.kv_heads, flops, memory, events))
+        runs: list[_Ran] = []
+        span = Span()
+        for (done, moved), ranks in classes.items():
+            counts = (1, done.keys, *(n for t in moved if t for n in t.tokens))
+            if (of := span.weights(counts)) is None:
+                runs.append(_run(layout, schedule, mesh, ranks[0], sizes, dtype, sight, cu))
+                held, events = runs[-1].held, runs[-1].events
+            else:
+                held, events = _combined(runs, of)
+            run = runs[0]
+            flops = 2 * run.rows * (run.heads * done.pairs * (sizes["E"] + sizes["V"]) + run.multiplied(done.keys))
+            memory = _memory(held, events)
+            found.append(
+                Rank(tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events)
+            )  # fmt: skip
     return found
 
 
@@ -125,7 +138,8 @@ def _work_of(
 
     def work(queries: Ranges) -> Work:
         seen = documents.needed(queries, cu, sight)
-        return shards.length(queries), shards.length(seen), documents.pairs(queries, cu, sight)
+        ranges = 0 if seen == ((0, sizes["S"]),) else max(len(seen), 1)
+        return Work(shards.length(queries), shards.length(seen), documents.pairs(queries, cu, sight), ranges)
 
     return _by_place(atom, mesh, lambda rank: work(shards.held(atom, sizes, mesh.axes, mesh.coordinates(rank))))
 
@@ -190,33 +204,16 @@ def atom_of(text: str, letter: str) -> Atom:
     return next(atom for atom in parse(text).atoms if atom.name == letter)
 
 
-class _Held(NamedTuple):
-    """Bytes: of what came in, of each edge before and after its exchanges, of all that is kept for backward besides, of
-    what the core gives and of the result; of the buffers of each launch, sent and received; of a key token in each edge
-    that keys have, and in what is made of it. made: the edge that is projected on the way."""
-
-    ins: int
-    before: Mapping[str, int]
-    after: Mapping[str, int]
-    seen: int
-    given: int
-    result: int
-    buffers: tuple[tuple[int, int], ...]
-    token: Mapping[str, int]
-    made: str | None
-
-
 class _Ran(NamedTuple):
     """projection: multiplications of a token in what is projected on the way. tokens: how many of them, None where it
-    is those that are seen; projected: how many here."""
+    is those that are seen. held: as a meter found it, by events."""
 
     rows: int
     heads: int
     kv_heads: int
     projection: int
     tokens: int | None
-    projected: int
-    held: _Held
+    held: Sequence[tuple[int, int]]
     events: tuple[Event, ...]
 
     def multiplied(self, seen: int) -> int:
@@ -229,30 +226,40 @@ def _run(
     sight: Sight, cu: Boundaries,
 ) -> _Ran:  # fmt: skip
     """One rank's part, on tensors without memory."""
-    dry = Dry(mesh.axes, rank)
-    trace = Trace(Mesh(**dict(mesh.axes)).at(rank, dry))
+    trace = Trace(Mesh(**dict(mesh.axes)).at(rank, Dry(mesh.axes, rank)))
     wire = LayoutWire.of(layout, trace.mesh, {"S": sizes["S"]}, cu=cu, device="meta").layer(
         H=sizes["H"], K=sizes["K"], causal=sight[0], window=sight[1]
     )
     (rows,) = parse(rules.rows(layout["q"][0])).local(sizes, mesh, rank)
     sizes = {**sizes, "B": rows}
     here: dict[str, Tensor] = {}
-    before: dict[str, int] = {}
-    after: dict[str, int] = {}
+    for name in (*schedule.inputs, *schedule.parameters):
+        shape = parse(wire.edges[name][0]).local(sizes, mesh, rank)
+        here[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    first = [here[name] for name in schedule.inputs]
+    meter = Meter(lambda: len(trace.events), first, [here[name] for name in schedule.parameters])
+    with meter:
+        end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here)
+        torch.autograd.grad(end, first, end.new_empty(0))
+    heads = wire.heads().local
+    assert heads is not None
+    kv_heads = heads if kv_heads is None else kv_heads
+    return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events))
+
+
+def _forward(
+    wire: LayoutWire, schedule: Schedule, mesh: Mesh, rank: int, sizes: Mapping[str, int], here: dict[str, Tensor]
+) -> tuple[Tensor, int | None, int, int | None]:
+    """What ends the layer, heads that keys have of their own, and what is projected as `_Ran` has it. here: what comes
+    in; it is left empty, so that backward finds what autograd keeps and no more."""
+    sent: dict[tuple[str, ...], Any] = {}
+    projection, tokens = 0, None
 
     def local(name: str) -> tuple[int, ...]:
         return parse(wire.edges[name][0]).local(sizes, mesh, rank)
 
-    for name in (*schedule.inputs, *schedule.parameters):
-        here[name] = torch.empty(local(name), dtype=dtype, device="meta", requires_grad=True)
-    first = [here[name] for name in schedule.inputs]
-    ins, kept = _bytes(*first), [*first]
-    sent: dict[tuple[str, ...], Any] = {}
-    projection, tokens, projected = 0, None, 0
     for step in schedule.steps:
         given = {name: here[name] for name in step.edges if name in here}
-        if step.what in ("send", "receive", "pass"):
-            before |= {name: _size(x) for name, x in given.items()}
         if step.what == "send":
             sent[step.edges] = wire.send(**given)
         elif step.what == "receive":
@@ -267,38 +274,22 @@ def _run(
                 sizes = {**sizes, "T": keys}
                 whole = any(atom.name == "T" for atom in parse(wire.edges[name][0]).atoms)
                 tokens = None if whole else keys
-                projection, projected = of[1].shape[0] * of[1].shape[1], keys
-            here[name] = _Core.apply(local(name), *of)
-            kept += of
-            core = here[name]
-        if step.what != "core":
-            after |= {name: _size(here[name]) for name in (*step.edges, *step.of) if name in here}
-    out = result = here["o"]
+                projection = of[1].shape[0] * of[1].shape[1]
+                here[name] = linear(*of).unflatten(-1, local(name)[-2:])
+            else:
+                here[name] = _Stage.apply(local(name), *of)
+        given.clear()
+    end = here["o"]
     if summed(wire.edges, sizes):
-        made = _Core.apply(local("out"), out)
-        result = wire.pass_(out=made)
-        before["out"], after["out"] = _size(made), _size(result)
-    torch.autograd.grad(result, first, result.new_empty(result.shape))
-    heads = wire.heads().local
-    assert heads is not None
-    kv_heads = heads
-    if "k" in here:
-        kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")]
-    buffers = tuple((_size(sent), _size(received)) for sent, received in dry.buffers)
-    token = {}
-    for name in (*layout.keys, *(schedule.made.edges if schedule.made else ())):
-        x, spec = here[name], parse(wire.edges[name][-1])
-        at = next(i for i, dim in enumerate(spec.dims) if dim[0].name in ("S", "T"))
-        token[name] = _size(x) // max(x.shape[at], 1)
-    held = _Held(
-        ins, before, after, _bytes(*kept) - ins, _bytes(core, out, result), _bytes(result), buffers, token,
-        schedule.made.edges[0] if schedule.made else None,
-    )  # fmt: skip
-    return _Ran(rows, heads, kv_heads, projection, tokens, projected, held, tuple(trace.events))
+        end = wire.pass_(out=_Stage.apply(local("out"), end))
+    kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
+    here.clear()
+    return _Stage.apply((0,), end), kv_heads, projection, tokens
 
 
-class _Core(torch.autograd.Function):
-    """What stands between the exchanges: a result of the right shape, and gradients of everything."""
+class _Stage(torch.autograd.Function):
+    """What stands between the exchanges, and behind the last: a result of the right shape, and gradients of everything.
+    What it reads is kept until then."""
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], *xs: Tensor) -> Tensor:
@@ -307,68 +298,23 @@ class _Core(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, *(torch.empty_like(x) for x in ctx.saved_tensors)
+        return None, *map(torch.empty_like, ctx.saved_tensors)
 
 
-def _of_other_keys(
-    events: tuple[Event, ...],
-    held: _Held,
-    axes: tuple[str, ...],
-    names: tuple[str, ...],
-    first: Traffic,
-    other: Traffic,
-) -> tuple[tuple[Event, ...], _Held]:
-    """What was rehearsed with some traffic of keys, as it is with another."""
-    found, buffers, launches = [], list(held.buffers), itertools.count()
-    token = sum(held.token[name] for name in names)
-    for event in events:
-        at = next(launches) if event.what == "launch" else -1
-        if event.axes == axes and set(event.call.edges) == set(names):
-            back = event.call.backward
-            if at >= 0:
-                sent, received = (t * token for t in (other.sent, other.received))
-                event = replace(event, sent=received if back else sent, received=sent if back else received)
-                ends = (other.given * token, other.wanted * token)
-                buffers[at] = ends[::-1] if back else ends
-        found.append(event)
-    more = other.wanted - first.wanted
-    of_keys = {name: held.after[name] + more * held.token[name] for name in names}
-    held = held._replace(after={**held.after, **of_keys}, seen=held.seen + more * token, buffers=tuple(buffers))
-    return tuple(found), held
+def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:
+    """What ranks hold and send that were not rehearsed: all of it grows with tokens of keys."""
+    held = [(same[0][0], of([n for _, n in same])) for same in zip(*(run.held for run in runs), strict=True)]
+    events = (
+        replace(same[0], sent=of([e.sent for e in same]), received=of([e.received for e in same]))
+        for same in zip(*(run.events for run in runs), strict=True)
+    )
+    return held, tuple(events)
 
 
-def _memory(events: Sequence[Event], sizes: _Held) -> tuple[tuple[str, int], ...]:
-    """Bytes of edges and buffers after each event. What came in stays; a buffer lives from launch to wait, or stays as
-    what came; backward finds what is kept (all that the core and a projection read, and o) and the gradient of the
-    output."""
-    held, turned = sizes.ins, False
-    made = {sizes.made} - {None}
-    found = [("inputs", held)]
-    flying: dict[tuple[str, ...], tuple[int, int]] = {}
-    launches = iter(sizes.buffers)
-    for event in events:
-        names = event.call.edges
-        if event.call.backward and not turned:
-            turned, held = True, sizes.ins + sizes.seen + sizes.given + sizes.result
-            found.append(("core, gradient of the output", held))
-        if event.what == "launch":
-            held += sum(sizes.before[name] for name in names if name in made)  # it was projected by then
-            made -= {*names}
-            sent, received = next(launches)
-            flying[names] = event.copies * sent, received
-            held += sum(flying[names])
-        else:
-            sent, received = flying.pop(names)
-            ends = sizes.before if event.call.backward else sizes.after
-            held += event.copies * (sum(ends[name] for name in names) - received) - sent
-        found.append((f"{event.what} {event.call.title}", held))
-    return tuple(found)
-
-
-def _size(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _bytes(*xs: Tensor) -> int:
-    """Of tensors, each memory once."""
-    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in xs}.values())
+def _memory(held: Sequence[tuple[int, int]], events: Sequence[Event]) -> tuple[tuple[str, int], ...]:
+    """The most bytes until each event, from the one before on."""
+    names = [*(f"{event.what} {event.call.title}" for event in events), "gradients of the inputs"]
+    most = [0] * len(names)
+    for part, nbytes in held:
+        most[part] = max(most[part], nbytes)
+    return ("inputs", held[0][1]), *zip(names, most, strict=True)

@@ -41,11 +41,6 @@ class Schedule(NamedTuple):
         named = (edge for step in self.steps for edge in step.edges)
         return tuple(dict.fromkeys((*self.inputs, *self.parameters, *named)))
 
-    @property
-    def made(self) -> Step | None:
-        """What is projected between the exchanges."""
-        return next((step for step in self.steps if step.what == "make"), None)
-
     def sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """With the letters that follow from others."""
         found = dict(sizes)

@@ -236,6 +236,7 @@ class Threads:
             del self._exchanges[group, number]
             with torch.no_grad():
                 exchange.results = _received(exchange)
+            exchange.brought.clear()
             for rank in self._ranks:
                 if rank.state == "waits" and rank.waits_for is exchange:
                     rank.state = "ready"

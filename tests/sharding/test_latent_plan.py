@@ -31,10 +31,10 @@ backward  o                    all-to-all over u        S/g/u -> S/g, H -> H/u  
 in all                                                                                   84,480           84,480
 
 ranks  queries  keys        heads      flops  peak bytes
-0           48    48  3 reading 3  1,154,304     275,456
-1           48    48  2 reading 2    769,536     241,664
-2           48    96  3 reading 3  2,850,048     312,320
-3           48    96  2 reading 2  1,900,032     266,240
+0           48    48  3 reading 3  1,154,304     224,256
+1           48    48  2 reading 2    769,536     175,104
+2           48    96  3 reading 3  2,850,048     313,344
+3           48    96  2 reading 2  1,900,032     239,616
 
 order, forward: launch kv_latent,key_rope (g/u) > wait kv_latent,key_rope (g/u) > launch q (u) > wait q (u) > core >
     launch o (u) > wait o (u)
@@ -62,8 +62,8 @@ backward  o         all-to-all over u      S/u -> S, H -> H/u  12,288 to 18,432 
 in all                                                                  144,384           144,384
 
 ranks  queries  keys        heads      flops  peak bytes
-0           96    96  3 reading 3  5,406,720     588,800
-1           96    96  2 reading 2  3,932,160     478,208
+0           96    96  3 reading 3  5,406,720     433,152
+1           96    96  2 reading 2  3,932,160     368,640
 
 order, forward: launch key_rope (u) > wait key_rope (u) > launch kv,q (u) > wait kv,q (u) > core > launch o (u) > wait
     o (u)
@@ -179,11 +179,11 @@ def test_layouts_ranked():
     assert_expected_inline(
         str(found),
         """\
-layout                           exchanges     core   peak bytes
-mla_latent("u") on u=8            0.468 ms  2.83 ms  407,109,632  6 exchanges, 163,315,712 bytes, even work
-mla_packed("u") on u=8            0.725 ms  2.83 ms  572,653,568  6 exchanges, 266,076,160 bytes, even work
-mla_latent("u", "g") on g=2 u=4   0.416 ms  4.38 ms  474,218,496  6 exchanges, 142,344,192 bytes, work 2.83 to 1
-mla_gather("g") on g=8           0.0613 ms  6.89 ms  709,099,520  2 exchanges, 16,515,072 bytes, work 11.88 to 1
+layout                           exchanges     core     peak bytes
+mla_latent("u") on u=8            0.468 ms  2.83 ms    330,432,512  6 exchanges, 163,315,712 bytes, even work
+mla_packed("u") on u=8            0.725 ms  2.83 ms    404,881,408  6 exchanges, 266,076,160 bytes, even work
+mla_latent("u", "g") on g=2 u=4   0.416 ms  4.38 ms    464,650,240  6 exchanges, 142,344,192 bytes, work 2.83 to 1
+mla_gather("g") on g=8           0.0613 ms  6.89 ms  1,219,624,960  2 exchanges, 16,515,072 bytes, work 11.88 to 1
 exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward
 core: 3 x flops of the busiest rank""",
     )

@@ -6,6 +6,7 @@ import threading
 
 import torch
 from meshfn.sharding import functorch, moves
+from meshfn.sharding.meter import Meter
 
 
 def test_a_transform_is_seen_from_inside_alone():
@@ -72,3 +73,16 @@ def test_the_functional_collectives_have_the_signatures_that_are_called():
         "all_reduce": ["input", "reduce_op", "group_name"],
         "wait_tensor": ["tensor"],
     }
+
+
+def test_a_mode_sees_what_backward_makes_and_when_memory_is_given_back():
+    seen = []
+    x = torch.empty(3, device="meta", requires_grad=True)
+    with Meter(lambda: 0, [x], []) as meter:
+        y = x.exp().exp()  # the first is kept for backward
+        seen.append(meter.found[-1])
+        (g,) = torch.autograd.grad(y, x, torch.empty(3, device="meta"))
+        del y, g
+        torch.empty(3, device="meta")
+        seen.append(meter.found[-1])
+    assert seen == [(0, 36), (0, 24)]
