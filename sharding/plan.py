@@ -86,9 +86,10 @@ class Plan:
 
         Counted: the inputs, and their gradients once made, to the end; every edge, its gradient, and copies that pack
         or unpack; of each exchange a buffer sent, until it is waited for, and one received, from its launch on; what a
-        projection between exchanges makes; what each stage reads, until its gradients are made (the one behind the
-        last edge reads the result). Not counted: what a core keeps inside, weights and their gradients, what comes
-        before and behind the edges, and what a transport needs beside those two buffers (gloo keeps the two largest).
+        projection between exchanges makes, and the gradient of its weight; what each stage reads, until its gradients
+        are made (the one behind the last edge reads the result). Not counted: what a core keeps inside, weights and the
+        gradients of others, what comes before and behind the edges, and what a transport needs beside those two buffers
+        (gloo keeps the two largest).
         """
         return max(r.peak for r in self.classes)
 

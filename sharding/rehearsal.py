@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from . import documents, moves, rules, shards
 from .affine import Span, Sum
@@ -237,10 +236,11 @@ def _run(
         shape = parse(wire.edges[name][0]).local(sizes, mesh, rank)
         here[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     first = [here[name] for name in schedule.inputs]
-    meter = Meter(lambda: len(trace.events), first, [here[name] for name in schedule.parameters])
+    weights = [here[name] for name in schedule.parameters]
+    meter = Meter(lambda: len(trace.events), first, weights)
     with meter:
         end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here)
-        torch.autograd.grad(end, first, end.new_empty(0))
+        torch.autograd.grad(end, [*first, *weights], end.new_empty(0))
     heads = wire.heads().local
     assert heads is not None
     kv_heads = heads if kv_heads is None else kv_heads
@@ -253,6 +253,7 @@ def _forward(
     """What ends the layer, heads that keys have of their own, and what is projected as `_Ran` has it. here: what comes
     in; it is left empty, so that backward finds what autograd keeps and no more."""
     sent: dict[tuple[str, ...], Any] = {}
+    project: Any = None
     projection, tokens = 0, None
 
     def local(name: str) -> tuple[int, ...]:
@@ -267,6 +268,8 @@ def _forward(
             here |= dict(zip((*step.edges, *step.of), found, strict=True))
         elif step.what == "pass":
             here[step.edges[0]] = wire.pass_(**given)
+        elif step.what == "project":
+            project = wire.projection(here[step.edges[0]])
         else:
             (name,), of = step.edges, [here[each] for each in step.of]
             if step.what == "make":
@@ -275,7 +278,7 @@ def _forward(
                 whole = any(atom.name == "T" for atom in parse(wire.edges[name][0]).atoms)
                 tokens = None if whole else keys
                 projection = of[1].shape[0] * of[1].shape[1]
-                here[name] = linear(*of).unflatten(-1, local(name)[-2:])
+                here[name] = project(of[0]).unflatten(-1, local(name)[-2:])
             else:
                 here[name] = _Stage.apply(local(name), *of)
         given.clear()

@@ -17,10 +17,11 @@ __all__ = ["ATTENTION", "LATENT", "PACKED", "Schedule", "Step", "schedule_of"]
 
 
 class Step(NamedTuple):
-    """send: edges handed over early. receive: edges that are needed now, and those sent before, `of`. make, core: an
-    edge that is computed of others. pass: one that is sent and received at once."""
+    """send: edges handed over early. receive: edges that are needed now, and those sent before, `of`. project: a weight
+    of which a projection is made, see `Wire.projection`. make: what that makes of another. core: an edge that is
+    computed of others. pass: one that is sent and received at once."""
 
-    what: Literal["send", "receive", "make", "core", "pass"]
+    what: Literal["send", "receive", "project", "make", "core", "pass"]
     edges: tuple[str, ...]
     of: tuple[str, ...] = ()
 
@@ -69,6 +70,7 @@ LATENT = Schedule(
         Step("send", ("kv_latent", "key_rope")),
         Step("pass", ("kv_b",)),
         Step("send", ("q",)),
+        Step("project", ("kv_b",)),
         Step("receive", (), ("kv_latent", "key_rope")),
         Step("make", ("kv",), ("kv_latent", "kv_b")),
         Step("receive", ("kv",), ("q",)),
@@ -84,6 +86,7 @@ PACKED = LATENT._replace(
     steps=(
         Step("send", ("kv_latent", "key_rope")),
         Step("pass", ("kv_b",)),
+        Step("project", ("kv_b",)),
         Step("make", ("kv",), ("kv_latent", "kv_b")),
         Step("send", ("kv",)),
         Step("send", ("q",)),

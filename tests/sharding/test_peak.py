@@ -13,7 +13,6 @@ from meshfn.sharding.spec import parse
 from meshfn.sharding.wires import LayoutWire
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -109,14 +108,16 @@ def layer(wire: LayoutWire, steps: Any, here: dict[str, Tensor], sizes: dict[str
             case "send":
                 sent[step.edges] = wire.send(**given)
             case "receive":
-                here |= dict(zip((*step.edges, *step.of), wire.receive(sent.pop(step.of, None), **given), strict=True))
+                groups = [sent.pop(group) for group in [*sent] if {*group} <= {*step.of}]
+                here |= dict(zip((*step.edges, *step.of), wire.receive(*groups, **given), strict=True))
+            case "project":
+                project = wire.projection(here[step.edges[0]])
             case "make":
-                latent, kv_b = (here[name] for name in step.of)
-                here["kv"] = nn.linear(latent, kv_b).unflatten(-1, (-1, sizes["NV"]))
+                here["kv"] = project(here[step.of[0]]).unflatten(-1, (-1, sizes["NV"]))
             case "core":
                 here["o"] = Opaque.apply((*here["q"].shape[:-1], sizes["V"]), *(here[name] for name in step.of))
             case "pass":
-                here["o"] = wire.pass_(**given)
+                here[step.edges[0]] = wire.pass_(**given)
         given = {}
     out = here["o"]
     if "D" in sizes:
@@ -126,7 +127,7 @@ def layer(wire: LayoutWire, steps: Any, here: dict[str, Tensor], sizes: dict[str
 
 def measured(layout: sh.Layout, mesh: sh.Mesh, sizes: dict[str, int], cu_seqlens: Any, sight: Any) -> list[int]:
     """The peak of each rank."""
-    schedule, edges = schedule_of(layout), dict(layout.chains)
+    schedule, edges = schedule_of(layout, mesh.axes), dict(layout.chains)
     known = schedule.sizes({"V": sizes.get("E"), "K": sizes["H"], **sizes})
 
     def body(at: sh.Mesh) -> int:
@@ -142,7 +143,7 @@ def measured(layout: sh.Layout, mesh: sh.Mesh, sizes: dict[str, int], cu_seqlens
         with watch:
             inputs = tensors(schedule.inputs)
             end = layer(wire, schedule.steps, {**inputs, **weights}, known)
-            torch.autograd.grad(end, list(inputs.values()), end.new_empty(0))
+            torch.autograd.grad(end, [*inputs.values(), *weights.values()], end.new_empty(0))
         return watch.peak
 
     return sh.Threads(mesh).run(body)
