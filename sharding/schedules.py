@@ -5,13 +5,13 @@ A layout's edges say which schedule is its own; the layers themselves stay unkno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from .errors import SpecError
 from .layouts import Layout
 
-__all__ = ["ATTENTION", "LATENT", "Schedule", "Step", "schedule_of"]
+__all__ = ["ATTENTION", "LATENT", "MATERIALISED", "Schedule", "Step", "schedule_of"]
 
 
 class Step(NamedTuple):
@@ -45,11 +45,15 @@ class Schedule(NamedTuple):
         return next((step for step in self.steps if step.what == "make"), None)
 
     def sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """With the letters that follow from others."""
+        """With the letters that follow from others. Raises `SpecError` where they are given and differ."""
         found = dict(sizes)
         for letter, parts in self.widths:
             if all(part in found for part in parts):
-                found[letter] = sum(found[part] for part in parts)
+                width = sum(found[part] for part in parts)
+                if found.setdefault(letter, width) != width:
+                    said = " ".join(f"{part}={found[part]}" for part in parts)
+                    what = f"{letter}={found[letter]} and {said} disagree"
+                    raise SpecError(what, fix=f"without {letter}, which is {width}")
         return found
 
 
@@ -82,11 +86,17 @@ LATENT = Schedule(
 )
 
 
-def schedule_of(layout: Layout) -> Schedule:
-    """Raises `SpecError` for a layout of neither."""
+# Latent attention in a layout that knows no latents: its keys and values are projected before anything moves.
+MATERIALISED = ATTENTION._replace(letters=LATENT.letters, widths=LATENT.widths)
+
+
+def schedule_of(layout: Layout, letters: Iterable[str] = ()) -> Schedule:
+    """letters: of the sizes that are known, by which plain attention has latents or none. Raises `SpecError` for a
+    layout of neither."""
     edges = dict(layout.chains)
-    for each in (LATENT, ATTENTION):
-        if all(edge in edges for edge in each.edges):
-            return each
+    if all(edge in edges for edge in LATENT.edges):
+        return LATENT
+    if all(edge in edges for edge in ATTENTION.edges):
+        return MATERIALISED if {"L", "N", "R"} & {*letters} else ATTENTION
     lacking = [edge for edge in ATTENTION.edges if edge not in edges]
     raise SpecError(f"{layout.name} has no edge {', '.join(lacking)}, and a plan is of q, k, v and o")
