@@ -223,6 +223,15 @@ S=7 does not divide over g=2 in head-tail order (needs a multiple of 4)
       ^^^^^^^^^^
     mesh: g=2     fix: pad S to 8, or drop ":zigzag" (without it shards may be uneven)""",
     )
+    assert_expected_inline(
+        refused(sh.mla_packed("u", "g", zigzag=True), {"g": 2, "u": 3}, S=10),
+        """\
+S=10 does not divide over g=2 in head-tail order (needs a multiple of 4)
+    B S/g:zigzag/u D
+      ^^^^^^^^^^^^
+    mesh: g=2 u=3     fix: pad S to 12, or drop ":zigzag" (without it shards may be uneven)""",
+    )
+    equal(sh.mla_packed("u", "g", zigzag=True), {"g": 2, "u": 3}, S=8)  # over u shards may be uneven
 
 
 def few(q, k, v, *, causal, q_positions, k_positions):

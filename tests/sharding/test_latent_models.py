@@ -75,6 +75,13 @@ def test_dense_layers(layout, axes):
     compare(layout, axes, *model((LATENT, MLP), (DIRECT, MLP)))
 
 
+@pytest.mark.parametrize("made", [sh.mla_latent, sh.mla_packed])
+def test_tokens_in_head_tail_order(made):
+    compare(
+        made("u", "g", zigzag=True, exchange="needed"), {"g": 3, "u": 2}, *model((LATENT, MLP), (DIRECT, MOE)), S=12
+    )
+
+
 @pytest.mark.parametrize(("layout", "axes"), LAYOUTS)
 def test_experts(layout, axes):
     compare(layout, axes, *model((LATENT, MLP), (LATENT, MOE)))

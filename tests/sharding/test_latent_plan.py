@@ -112,6 +112,29 @@ def test_volumes_are_those_of_the_formulas():
     assert plans["gather"].flops[1] * 8 == pairs + 8 * project
 
 
+def test_head_tail_order_evens_out_the_work_and_moves_as_much():
+    mesh, sizes = sh.Mesh(g=4, u=2), {**SMALL, "H": 4}
+    for make in (sh.mla_latent, sh.mla_packed):
+        plain, zigzag = (make("u", "g", zigzag=z).plan(mesh, causal=True, **sizes) for z in (False, True))
+        projected = 2 * 2 * 2 * 32 * 32  # of a token: B=2, two heads of N + V from L
+        core = [[p.of(r).flops - projected * p.of(r).keys for r in range(8)] for p in (plain, zigzag)]
+        if make is sh.mla_packed:  # each rank projects its own tokens, all heads
+            core = [[p.of(r).flops - 2 * projected * 12 for r in range(8)] for p in (plain, zigzag)]
+        assert [len(set(each)) for each in core] == [4, 1]
+        assert sum(core[0]) == sum(core[1])
+        assert [e[:3] + e[4:6] for e in plain.exchanges] == [e[:3] + e[4:6] for e in zigzag.exchanges]
+    assert_expected_inline(
+        "\n".join(str(sh.mla_packed("u", "g", zigzag=True)).splitlines()[:6]),
+        """\
+mla_packed("u", "g", zigzag=True)
+  x              B S/g:zigzag/u D                                          stays
+  q              B S/g:zigzag/u H E -> B S/g:zigzag H/u E                  all-to-all over u
+  o              B S/g:zigzag H/u V -> B S/g:zigzag/u H V                  all-to-all over u
+  key_rope       B S/g:zigzag/u R -> B S R                                 all-gather over g/u
+  kv             B S/g:zigzag/u H NV -> B S/g:zigzag H/u NV -> B S H/u NV  all-to-all over u, then all-gather over g""",
+    )
+
+
 def test_gradients_are_named():
     plan = sh.mla_latent("u", "g", tp="tp").plan(sh.Mesh(tp=2, g=2, u=2), D=64, **{**SMALL, "H": 6})
     assert dict(plan.pending) == {"x": ("tp",), "q": (), "kv_latent": ("tp",), "key_rope": ("tp",), "kv_b": ("g", "u")}
@@ -134,9 +157,12 @@ def test_the_plan_is_what_happens(seed):
     make, axes = LAYOUTS[seed % len(LAYOUTS)]
     tp = draw.random() < 0.3
     options = {"overlap": draw.random() < 0.5, "exchange": draw.choice(["all", "needed"])}
-    layout = make(*axes, **options, **({"tp": "tp"} if tp else {}))
+    zigzag = draw.random() < 0.4
+    layout = make(*axes, **options, zigzag=zigzag, **({"tp": "tp"} if tp else {}))
     mesh = sh.Mesh(**({"tp": 2} if tp else {}), **{axis: draw.choice([2, 3]) for axis in sorted(axes)})
-    S, B, H = draw.randint(5, 20), draw.randint(1, 3), draw.choice([6, 8] if tp else [3, 4, 5, 7])
+    chunks = 2 * mesh[axes[-1]]
+    S = chunks * draw.randint(1, 3) if zigzag else draw.randint(5, 20)
+    B, H = draw.randint(1, 3), draw.choice([6, 8] if tp else [3, 4, 5, 7])
     cfg = F.MLAConfig(
         hidden_size=12, num_attention_heads=H, kv_lora_rank=6, q_lora_rank=draw.choice([None, 5]), qk_nope_head_dim=4,
         qk_rope_head_dim=2, v_head_dim=3, rope=F.RopeConfig(), causal=draw.random() < 0.7,
