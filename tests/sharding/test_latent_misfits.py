@@ -83,7 +83,23 @@ def test_fewer_heads_than_ranks_that_split_them_before():
         """\
 mla_gather("g", tp="tp"): H=3 heads over tp=4, which splits them before
     B S/g H/tp E
-    mesh: tp=4 g=2     fix: tp=1, so that every rank has one""",
+    mesh: tp=4 g=2     fix: tp=3""",
+    )
+    equal(sh.mla_gather(tp="tp"), {"tp": 3, "g": 2}, cfg=three)
+    assert_expected_inline(
+        refused(sh.mla_packed(tp="tp"), {"tp": 4, "u": 2}, cfg=three),
+        """\
+mla_packed("u", tp="tp"): H=3 heads over tp=4, which splits them before
+    B S/u H/tp E
+    mesh: tp=4 u=2     fix: tp=1""",
+    )
+    equal(sh.mla_packed(tp="tp"), {"tp": 1, "u": 2}, cfg=three)
+    assert_expected_inline(
+        refused(sh.mla_latent(tp="tp"), {"tp": 2, "u": 2}, cfg=cases.config(num_attention_heads=1)),
+        """\
+mla_latent("u", tp="tp"): H=1 heads over tp=2, which splits them before
+    B S/u H/tp E
+    mesh: tp=2 u=2     fix: tp=1 and u=1""",
     )
 
 
