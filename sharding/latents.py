@@ -32,7 +32,7 @@ def mla_latent(
     S, seen = _tokens(tokens, zigzag), _tokens(tokens[:-1], zigzag)
     name = f'mla_latent("{ulysses}"' + (f', "{gather}"' if gather else "")
     return _layout(
-        name, tp, dp, tokens, overlap, exchange, ("kv_latent", "key_rope"), zigzag,
+        name, tp, dp, tokens, overlap, exchange, zigzag,
         q=(f"{S} H{{tp}} E", f"{seen} H{{tp}}/{ulysses} E"),
         o=(f"{seen} H{{tp}}/{ulysses} V", f"{S} H{{tp}} V"),
         kv_latent=(f"{S} L", "S L"),
@@ -54,7 +54,7 @@ def mla_packed(
     name = f'mla_packed("{ulysses}"' + (f', "{gather}"' if gather else "")
     by_heads = (f"{S} H{{tp}} NV", f"{seen} H{{tp}}/{ulysses} NV")
     return _layout(
-        name, tp, dp, tokens, overlap, exchange, ("kv", "key_rope"), zigzag,
+        name, tp, dp, tokens, overlap, exchange, zigzag,
         q=(f"{S} H{{tp}} E", f"{seen} H{{tp}}/{ulysses} E"),
         o=(f"{seen} H{{tp}}/{ulysses} V", f"{S} H{{tp}} V"),
         kv_latent=(f"{S} L",),
@@ -72,7 +72,7 @@ def mla_gather(
     least to send, and the most to compute. Arguments as those of `mla_latent`."""
     S = _tokens((gather,), zigzag)
     return _layout(
-        f'mla_gather("{gather}"', tp, dp, (gather,), overlap, exchange, ("kv_latent", "key_rope"), zigzag,
+        f'mla_gather("{gather}"', tp, dp, (gather,), overlap, exchange, zigzag,
         q=(f"{S} H{{tp}} E",),
         o=(f"{S} H{{tp}} V",),
         kv_latent=(f"{S} L", "S L"),
@@ -88,7 +88,7 @@ def _tokens(axes: tuple[str, ...], zigzag: bool) -> str:
 
 def _layout(
     name: str, tp: str | None, dp: str | None, tokens: tuple[str, ...], overlap: bool, exchange: Exchange,
-    keys: tuple[str, ...], zigzag: bool, **edges: tuple[str, ...],
+    zigzag: bool, **edges: tuple[str, ...],
 ) -> Layout:  # fmt: skip
     """edges: specs without their batch."""
     split, batch = f"/{tp}" if tp else "", f"B/{dp}" if dp else "B"
@@ -98,4 +98,4 @@ def _layout(
         specs = [spec.replace("{tp}", split) for spec in chain]
         found[edge] = " -> ".join(specs if edge == "kv_b" else [f"{batch} {spec}" for spec in specs])
     full = name + _options(tp=tp, dp=dp, zigzag=zigzag, overlap=overlap, exchange=exchange)
-    return Layout(full, found, overlap, exchange, keys)
+    return Layout(full, found, overlap, exchange)

@@ -217,8 +217,20 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
                     str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
                     fix=f"one more spec for {edge}, in which S is whole",
                 )  # fmt: skip
+    if "kv_latent" in keys and not _whole(found.get("q", [])[-1:], axes):
+        for spec in found.get("kv", []):
+            for atom in (atom for atom in spec.atoms if atom.name == "S"):
+                raise SpecError(
+                    f"{name}: kv is made of the latents that a rank's queries see, and S in it is all tokens",
+                    str(spec), atom.span, mesh=text_of(axes, found["q"][-1], spec), fix="T, as many as are seen",
+                )  # fmt: skip
     _alike(name, found, axes)
     return True
+
+
+def _whole(specs: list[Spec], axes: Axes) -> bool:
+    """Whether tokens lie whole on every rank."""
+    return all(size_of(axes, axis) == 1 for s in specs for a in s.atoms if a.name == "S" for axis in a.axes)
 
 
 def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
@@ -226,12 +238,15 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
     them inside."""
     if "q" not in edges:
         return
-    outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in WHOLE}
+    made = ("kv",) if "kv_latent" in edges else ()  # within the layer
+    outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in (*WHOLE, *made)}
     inside = {e: edges[e][0 if e == "o" else -1] for e in (*_WITH_QUERIES, "o") if e in edges}
     for other, spec in outside.items():
         _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
     for other, spec in inside.items():
         _same(name, "q", edges["q"][-1], other, spec, ("S", "K", "H"), axes)
+    for other in made if "kv" in edges else ():
+        _same(name, "kv_latent", edges["kv_latent"][-1], other, edges[other][0], ("S",), axes)
     # Of latent attention: heads are made by rows of kv_b, and met by queries of the same ones.
     for one, a, other, b in (("kv_b", -1, "kv", 0), ("q", -1, "kv", -1)):
         if one in edges and other in edges:

@@ -7,7 +7,6 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import sharding as sh
-from meshfn.sharding.layouts import WHOLE
 
 from . import latent_cases as cases
 
@@ -333,39 +332,3 @@ mla(params=...): kv_b is a Quantised, and mla_latent("u") takes rows of it, whic
     equal(sh.mla_latent(), {"u": 1}, params=strange)
     plain = F.tree.replace(params, {".kv_b": torch.nn.Parameter(params.kv_b.detach())})
     equal(sh.mla_latent(), {"u": 2}, params=plain)
-
-
-def mine(**rules):
-    """`mla_latent` with other rules for some edges."""
-    edges = {edge: chain for edge, chain in sh.mla_latent().chains if edge not in (*WHOLE, "sinks")}
-    return sh.Layout("mine", {**edges, **rules}, keys=("kv_latent", "key_rope"))
-
-
-def test_heads_of_keys_that_are_not_those_of_queries():
-    # Queries of all heads would be grouped over half of the keys, without a word.
-    queries = {"q": "B S/u H E", "o": "B S/u H V"}
-    assert_expected_inline(
-        refused(mine(**queries), {"u": 2}),
-        """\
-mine: q and kv meet, but heads lie over no axis in one and over u in the other
-    B T H/u NV
-    mesh: u=2     fix: the same axes in both""",
-    )
-    assert_expected_inline(
-        refused(mine(kv_b="(H NV) L"), {"u": 2}),
-        """\
-mine: kv_b and kv meet, but heads lie over no axis in one and over u in the other
-    B T H/u NV
-    mesh: u=2     fix: the same axes in both""",
-    )
-
-
-def test_latents_that_stay_split():
-    assert_expected_inline(
-        refused(mine(key_rope="B S/u R"), {"u": 2}),
-        """\
-mine: key_rope stays split over u, so a query would see only some of its keys
-    B S/u R
-    ^^^^^^^
-    mesh: u=2     fix: one more spec for key_rope, in which S is whole""",
-    )

@@ -90,7 +90,7 @@ def test_experts(layout, axes):
 def both(heads, latents, **options):
     """A layout of one's own from the rules of two. Both name q, o and what surrounds them: those of heads stand."""
     edges = {**dict(latents.chains), **dict(heads.chains)}
-    return sh.Layout("both kinds", edges, keys=("k", "v", *latents.keys), **options)
+    return sh.Layout("both kinds", edges, **options)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ ONE_KIND = [
 @pytest.mark.parametrize(("layout", "attentions", "which", "why"), ONE_KIND)
 def test_a_layer_of_the_other_kind_is_refused_before_anything_moves(layout, attentions, which, why, overlap):
     cfg, params = model(*((attention, MLP) for attention in attentions))
-    layout = sh.Layout(layout.name, layout.chains, overlap=overlap, keys=layout.keys)
+    layout = sh.Layout(layout.name, layout.chains, overlap=overlap)
     mesh, ids = sh.Mesh(u=2), torch.randint(0, 31, (2, 8))
     record, wanted = sh.trace(mesh), f"decoder(params=...): {which} {why}\n    fix: a layout with rules for every kind"
     model_of = sh.shard(F.decoder, layout, mesh, S=8)
@@ -144,7 +144,7 @@ def test_a_layer_of_the_other_kind_is_refused_before_anything_moves(layout, atte
 
 
 def without(layout, *names):
-    return sh.Layout("mine", {edge: chain for edge, chain in layout.chains if edge not in names}, keys=layout.keys)
+    return sh.Layout("mine", {edge: chain for edge, chain in layout.chains if edge not in names})
 
 
 @pytest.mark.parametrize(
