@@ -26,7 +26,8 @@ def mla_latent(
 
     ulysses: the axis that splits tokens and then heads. gather: one more that splits tokens, over which queries stay.
     tp: an axis that already splits heads. dp: one that splits the batch. zigzag: tokens come in head-tail order over
-    the first axis that splits them, which with a gather axis evens out causal work. overlap, exchange: see `Layout`.
+    the first axis that splits them, which with a gather axis evens out causal work. overlap, exchange: see `Layout`;
+    "needed" is for a gather axis.
     """
     tokens = (gather, ulysses) if gather else (ulysses,)
     S, seen = _tokens(tokens, zigzag), _tokens(tokens[:-1], zigzag)

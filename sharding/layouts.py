@@ -68,6 +68,13 @@ class Layout:
         chains = {name: _chain(specs) for name, specs in given}
         found = tuple({**chains, **{n: c for n, c in _beside(chains).items() if n not in chains}}.items())
         object.__setattr__(self, "keys", _keys(self.name, chains, self.keys))
+        if self.exchange == "needed" and "q" in chains:
+            last = parse(chains["q"][-1])
+            if not any(atom.axes for atom in last.atoms if atom.name == "S"):
+                raise SpecError(
+                    f'{self.name}: exchange="needed", and a rank has queries of every token, which need every key',
+                    " -> ".join(chains["q"]), fix='exchange="all", or a gather axis, over which queries stay split',
+                )  # fmt: skip
         for edge, chain in found:
             steps_to_gather = len(gathers(chain))
             if edge in self.keys and self.exchange == "needed" and steps_to_gather > 1:

@@ -81,7 +81,7 @@ def make(seed: int, ranks: int | None = None) -> Case:
         if heads and (count == ranks if ranks else 2 <= count <= 8):
             break
     options: dict[str, Any] = {name: name for name in ("tp", "dp") if name in axes}
-    options |= {"overlap": rng.random() < 0.5, "exchange": rng.choice(["all", "needed"])}
+    options |= {"overlap": rng.random() < 0.5, "exchange": rng.choice(["all", "needed"] if "g" in axes else ["all"])}
     S, B = rng.randint(1, 19), rng.randint(1, 4)
     if rng.random() < 0.4:
         outermost = axes.get("g", u)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -167,18 +169,40 @@ def test_the_absorbed_way_where_latents_move(layout, axes):
     equal(layout, axes, absorbed=True, cfg=cases.config(window=3, causal=False, output_gate=True))
 
 
-@pytest.mark.parametrize("made", [sh.mla_latent, sh.mla_packed])
-def test_needed_where_every_rank_sees_all_tokens(made):
-    # Latents are gathered over u, to queries of all tokens: what is needed is all of it.
-    records = []
+def test_needed_keys_without_a_gather_axis():
+    said = []
+    for made in (sh.mla_latent, sh.mla_packed, lambda **more: sh.Layout("mine", sh.ulysses().chains, **more)):
+        with pytest.raises(sh.SpecError) as error:
+            made(exchange="needed")
+        said.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+mla_latent("u", exchange="needed"): exchange="needed", and a rank has queries of every token, which need every key
+    B S/u H E -> B S H/u E
+    fix: exchange="all", or a gather axis, over which queries stay split
+mla_packed("u", exchange="needed"): exchange="needed", and a rank has queries of every token, which need every key
+    B S/u H E -> B S H/u E
+    fix: exchange="all", or a gather axis, over which queries stay split
+mine: exchange="needed", and a rank has queries of every token, which need every key
+    B S/u (K G) E -> B S (K/u G) E
+    fix: exchange="all", or a gather axis, over which queries stay split""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"), [(sh.mla_gather, {"g": 3}), (functools.partial(sh.mla_packed, "u", "g"), {"g": 2, "u": 2})]
+)
+def test_needed_keys_where_every_query_sees_every_key(layout, axes):
+    # Without causality, window and documents what is needed is all of it: as much is sent, and nothing is refused, as
+    # documents may come with the next batch.
+    cfg, records = cases.config(causal=False), []
     for exchange in ("all", "needed"):
-        layout, mesh = made(exchange=exchange), sh.Mesh(u=2)
-        records.append(sh.trace(mesh))
-        layer = sh.simulate(sh.shard(F.mla, layout, mesh, S=8), records[-1].mesh)
-        layer(cases.weights(F.MLA.init(cases.config(), 0)), torch.randn(2, 8, 10, dtype=torch.float64), cases.config())
+        records.append(sh.trace(sh.Mesh(**axes)))
+        layer = sh.simulate(sh.shard(F.mla, layout(exchange=exchange), records[-1].mesh, S=9), records[-1].mesh)
+        layer(cases.weights(F.MLA.init(cfg, 0)), torch.randn(2, 9, 10, dtype=torch.float64), cfg)
     assert records[0].bytes() == records[1].bytes()
-    for causal in (True, False):
-        equal(made(exchange="needed"), {"u": 2}, cfg=cases.config(causal=causal, window=2))
+    equal(layout(exchange="needed"), axes, S=9, cfg=cfg)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -200,7 +224,7 @@ def test_other_positions_with_needed_keys():
 positions with exchange="needed": the keys that a query needs are worked out from 0 .. S-1 in each document, and these are others
     fix: exchange="all", or no positions""",
     )
-    assert "these are others" in refused(sh.mla_latent(exchange="needed"), {"u": 2}, **given)
+    assert "these are others" in refused(sh.mla_latent("u", "g", exchange="needed"), {"g": 2, "u": 2}, **given)
 
 
 def test_arguments_that_a_layout_has_no_place_for():

@@ -27,7 +27,7 @@ MOE = F.MoEConfig(
     shared=F.MLPConfig(hidden_size=10, intermediate_size=6), shared_gate=True, initializer_range=0.3,
 )  # fmt: skip
 LAYOUTS = [
-    (sh.mla_latent(exchange="needed"), {"u": 4}),
+    (sh.mla_latent(), {"u": 4}),
     (sh.mla_latent("u", "g", overlap=True), {"g": 2, "u": 2}),
     (sh.mla_latent(tp="tp", dp="dp"), {"dp": 2, "tp": 2, "u": 2}),
     (sh.mla_packed(), {"u": 3}),
