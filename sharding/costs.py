@@ -116,7 +116,8 @@ class Ranking(tuple[Choice, ...]):
             rows.append((c.layout.name + on, *numbers, c.why))
         model = (
             "exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward\n"
-            "core: 3 x flops of the busiest rank"
+            "core: 3 x flops of the busiest rank\n"
+            "elements a token: received forward by the busiest rank, for each token of a rank's share"
         )
         return "\n".join([*columns(rows, [False, True, True, True, False]), model])
 
@@ -131,9 +132,10 @@ def best(
     the bandwidth, one after the other (overlap hides some of it, which is not counted), forward and backward; the core
     takes three times its flops, of the rank with the most.
 
-    sizes: global, as `Layout.plan` takes them. options: the rest of its arguments (dtype, causal, window, cu_seqlens).
-    A layout may bring a mesh of its own, as a pair: more of the same ranks over another axis.
-    A layout that cannot be on its mesh stands last, with the reason.
+    sizes: global, as `Layout.plan` takes them; those of latents (B, S, H, L, N, R, V) rank layouts of latent attention
+    among plain ones, in which keys and values are materialised first. options: the rest of its arguments (dtype,
+    causal, window, cu_seqlens). A layout may bring a mesh of its own, as a pair: more of the same ranks over another
+    axis. A layout that cannot be on its mesh stands last, with the reason.
     """
     found = []
     for each in layouts:
@@ -159,4 +161,5 @@ def _why(made: Plan) -> str:
     busiest = max(max(found.bytes) for found in made.classes)
     low, high = made.flops
     uneven = f", work {high / low:.2f} to 1" if low and high > low else ", even work" if low else ""
-    return f"{len(made.exchanges)} exchanges, {busiest:,} bytes{uneven}"
+    volume = f"{made.volume:,.0f} elements a token"
+    return f"{len(made.exchanges)} exchanges, {busiest:,} bytes, {volume}{uneven}"

@@ -21,7 +21,9 @@ class LateProjection:
 
     def __init__(self, weight: Tensor) -> None:
         kind = weight.device.type
-        if not weight.is_meta and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:  # as `linear` would do it, within
+        if (
+            not weight.is_meta and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+        ):  # as `linear` would do it, within
             weight = weight.to(torch.get_autocast_dtype(kind))
         self.weight, self.left = weight, _Left()
         self.token = cast(Tensor, _Weight.apply(weight, self.left))

@@ -12,25 +12,28 @@ Letters: B batch, S tokens, T key tokens, H heads, L latent, R rotary key, NV ro
 from __future__ import annotations
 
 from .layouts import Exchange, Layout, _edges, _options
+from .spec import Atom
 
 __all__ = ["mla_gather", "mla_latent", "mla_packed"]
 
 
 def mla_latent(
     ulysses: str = "u", gather: str | None = None, /, *, tp: str | None = None, dp: str | None = None,
-    overlap: bool = False, exchange: Exchange = "all",
+    zigzag: bool = False, overlap: bool = False, exchange: Exchange = "all",
 ) -> Layout:  # fmt: skip
     """Tokens become heads for queries alone; the latent and the rotary key go to all ranks that share the tokens, once,
     before the up-projection, of which each computes its heads (rows of `kv_b`, whose gradient is a pending sum).
 
     ulysses: the axis that splits tokens and then heads. gather: one more that splits tokens, over which queries stay.
-    tp: an axis that already splits heads. dp: one that splits the batch. overlap, exchange: see `Layout`.
+    tp: an axis that already splits heads. dp: one that splits the batch. zigzag: tokens come in head-tail order over
+    the first axis that splits them, which with a gather axis evens out causal work. overlap, exchange: see `Layout`;
+    "needed" is for a gather axis.
     """
     tokens = (gather, ulysses) if gather else (ulysses,)
-    S, seen = _tokens(tokens), f"S/{gather}" if gather else "S"
+    S, seen = _tokens(tokens, zigzag), _tokens(tokens[:-1], zigzag)
     name = f'mla_latent("{ulysses}"' + (f', "{gather}"' if gather else "")
     return _layout(
-        name, tp, dp, tokens, overlap, exchange, ("kv_latent", "key_rope"),
+        name, tp, dp, tokens, overlap, exchange, zigzag,
         q=(f"{S} H{{tp}} E", f"{seen} H{{tp}}/{ulysses} E"),
         o=(f"{seen} H{{tp}}/{ulysses} V", f"{S} H{{tp}} V"),
         kv_latent=(f"{S} L", "S L"),
@@ -42,17 +45,17 @@ def mla_latent(
 
 def mla_packed(
     ulysses: str = "u", gather: str | None = None, /, *, tp: str | None = None, dp: str | None = None,
-    overlap: bool = False, exchange: Exchange = "all",
+    zigzag: bool = False, overlap: bool = False, exchange: Exchange = "all",
 ) -> Layout:  # fmt: skip
     """Tokens become heads for queries, and for keys without their rotary part and values, which lie side by side: one
     exchange carries all three. The rotary key, which no head owns, is gathered. Arguments: those of `mla_latent`; with
     a gather axis keys and values are gathered over it too, by heads."""
     tokens = (gather, ulysses) if gather else (ulysses,)
-    S, seen = _tokens(tokens), f"S/{gather}" if gather else "S"
+    S, seen = _tokens(tokens, zigzag), _tokens(tokens[:-1], zigzag)
     name = f'mla_packed("{ulysses}"' + (f', "{gather}"' if gather else "")
     by_heads = (f"{S} H{{tp}} NV", f"{seen} H{{tp}}/{ulysses} NV")
     return _layout(
-        name, tp, dp, tokens, overlap, exchange, ("kv", "key_rope"),
+        name, tp, dp, tokens, overlap, exchange, zigzag,
         q=(f"{S} H{{tp}} E", f"{seen} H{{tp}}/{ulysses} E"),
         o=(f"{seen} H{{tp}}/{ulysses} V", f"{S} H{{tp}} V"),
         kv_latent=(f"{S} L",),
@@ -67,11 +70,10 @@ def mla_gather(
     exchange: Exchange = "all",
 ) -> Layout:  # fmt: skip
     """Queries stay; latent and rotary key are gathered, and every rank projects keys and values of all heads: the
-    least to send, and the most to compute. Arguments as those of `mla_latent`; zigzag: tokens come in head-tail order,
-    which evens out causal work."""
-    S = f"S/{gather}" + ":zigzag" * zigzag
+    least to send, and the most to compute. Arguments as those of `mla_latent`."""
+    S = _tokens((gather,), zigzag)
     return _layout(
-        f'mla_gather("{gather}"', tp, dp, (gather,), overlap, exchange, ("kv_latent", "key_rope"), zigzag,
+        f'mla_gather("{gather}"', tp, dp, (gather,), overlap, exchange, zigzag,
         q=(f"{S} H{{tp}} E",),
         o=(f"{S} H{{tp}} V",),
         kv_latent=(f"{S} L", "S L"),
@@ -81,13 +83,13 @@ def mla_gather(
     )  # fmt: skip
 
 
-def _tokens(axes: tuple[str, ...]) -> str:
-    return "S" + "".join(f"/{axis}" for axis in axes)
+def _tokens(axes: tuple[str, ...], zigzag: bool) -> str:
+    return str(Atom("S", axes, zigzag))
 
 
 def _layout(
     name: str, tp: str | None, dp: str | None, tokens: tuple[str, ...], overlap: bool, exchange: Exchange,
-    keys: tuple[str, ...], zigzag: bool = False, **edges: tuple[str, ...],
+    zigzag: bool, **edges: tuple[str, ...],
 ) -> Layout:  # fmt: skip
     """edges: specs without their batch."""
     split, batch = f"/{tp}" if tp else "", f"B/{dp}" if dp else "B"
@@ -97,4 +99,4 @@ def _layout(
         specs = [spec.replace("{tp}", split) for spec in chain]
         found[edge] = " -> ".join(specs if edge == "kv_b" else [f"{batch} {spec}" for spec in specs])
     full = name + _options(tp=tp, dp=dp, zigzag=zigzag, overlap=overlap, exchange=exchange)
-    return Layout(full, found, overlap, exchange, keys)
+    return Layout(full, found, overlap, exchange)

@@ -46,9 +46,10 @@ class Layout:
     argument of that name comes in, the last how the stage behind it sees it. What is whole in the first spec of
     `q_positions`, `k_positions`, `q_segment_ids`, `k_segment_ids` and `mask` is cut, not moved: every rank has all of
     it. Key tokens are `T` there.
-    overlap: what a layer sends early is launched at once; in a compiled function the compiler orders exchanges. keys:
-    the edges that hold a row for each key token. exchange: "all" gathers every key; "needed" sends those that some
-    query of the receiver may see (by causality, window and documents). Either way only these are attended to.
+    overlap: what a layer sends early is launched at once; in a compiled function the compiler orders exchanges.
+    exchange: "all" gathers every key; "needed" sends those that some query of the receiver may see (by causality,
+    window and documents). Either way only these are attended to. keys: the edges that hold a row for each key token; of
+    k, v, kv_latent, kv and key_rope it is known, so only others must be named.
 
     An edge of a part of a layer may be named with it, `"attention.q"`; else one rule serves all parts.
     """
@@ -57,7 +58,7 @@ class Layout:
     edges: Mapping[str, str] | Edges
     overlap: bool = False
     exchange: Exchange = "all"
-    keys: tuple[str, ...] = ("k", "v")
+    keys: tuple[str, ...] = ()
     chains: Edges = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,14 @@ class Layout:
         given = self.edges.items() if isinstance(self.edges, Mapping) else self.edges
         chains = {name: _chain(specs) for name, specs in given}
         found = tuple({**chains, **{n: c for n, c in _beside(chains).items() if n not in chains}}.items())
+        object.__setattr__(self, "keys", _keys(self.name, chains, self.keys))
+        if self.exchange == "needed" and "q" in chains:
+            last = parse(chains["q"][-1])
+            if not any(atom.axes for atom in last.atoms if atom.name == "S"):
+                raise SpecError(
+                    f'{self.name}: exchange="needed", and a rank has queries of every token, which need every key',
+                    " -> ".join(chains["q"]), fix='exchange="all", or a gather axis, over which queries stay split',
+                )  # fmt: skip
         for edge, chain in found:
             steps_to_gather = len(gathers(chain))
             if edge in self.keys and self.exchange == "needed" and steps_to_gather > 1:
@@ -127,6 +136,28 @@ def _chain(specs: str | tuple[str, ...]) -> tuple[str, ...]:
     for a, b in itertools.pairwise(found):
         steps(*parse_pair(f"{a} -> {b}"))  # raises where no steps lead from one to the next
     return tuple(str(spec) for spec, _ in itertools.groupby(found))
+
+
+def _keys(name: str, chains: Mapping[str, tuple[str, ...]], more: tuple[str, ...]) -> tuple[str, ...]:
+    """The edges that hold a row for each key token. Of latents and of what is made of them those that are first to hold
+    all tokens: where keys and values move, as S, these."""
+    edges = {edge.rsplit(".", 1)[-1]: chain for edge, chain in chains.items()}
+    moved = "kv" in edges and any(atom.name == "S" and atom.axes for atom in parse(edges["kv"][0]).atoms)
+    first, other = ("kv", "kv_latent") if moved else ("kv_latent", "kv")
+    latent = first if "kv_latent" in edges else ""
+    known = tuple(edge for edge in ("k", "v", latent, "key_rope") if edge in edges)
+    for edge in more:
+        if edge not in edges:
+            guess = nearest(edge, edges)
+            fix = f'did you mean "{guess}"?' if guess else "an edge of it, or no keys"
+            raise SpecError(f'{name}: keys names "{edge}", which is no edge of it', fix=fix)
+        if edge == other and latent:
+            raise SpecError(
+                f'{name}: keys names "{other}", and of kv_latent and kv, which is made of it, {latent} is the first to '
+                "hold all key tokens",
+                " -> ".join(edges[latent]), fix="no keys, as they are known of these edges",
+            )  # fmt: skip
+    return tuple(dict.fromkeys((*known, *more)))
 
 
 def _beside(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -282,7 +313,7 @@ def compose(outer: Layout, inner: Layout) -> Layout:
     exchange = "needed" if "needed" in (outer.exchange, inner.exchange) else "all"
     name = f"{outer.name} around {inner.name}"
     edges = tuple((edge, chain) for edge, chain in found.items())
-    keys = tuple(dict.fromkeys((*outer.keys, *inner.keys)))
+    keys = tuple(edge for edge in (*outer.keys, *inner.keys) if edge not in ("kv_latent", "kv"))
     return Layout(name, edges, outer.overlap or inner.overlap, cast(Exchange, exchange), keys)
 
 

@@ -7,9 +7,10 @@ So it cannot differ from what runs, and thousands of ranks plan as fast as a few
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,9 +19,9 @@ import torch
 from . import documents, html, rules, shards
 from .errors import SpecError
 from .layouts import Layout
-from .mesh import Mesh, text_of
+from .mesh import Mesh, size_of, text_of
 from .rehearsal import Rank, rehearse
-from .schedules import schedule_of
+from .schedules import MATERIALISED, schedule_of
 from .show import columns, ranks_text
 from .spec import parse
 from .trace import Event
@@ -50,7 +51,7 @@ class Plan:
 
     exchanges: in the order of their launch, forward and then backward. classes: ranks by what they do. order: launches,
     waits and the core, forward and backward. pending: for each input the axes over which its gradient is a pending sum.
-    notes: what is not in it.
+    volume: elements that the busiest rank receives forward, for each token of a rank's share. notes: what is not in it.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Plan:
     classes: tuple[Rank, ...]
     order: tuple[tuple[str, ...], tuple[str, ...]]
     pending: tuple[tuple[str, tuple[str, ...]], ...]
+    volume: float
     notes: tuple[str, ...]
     mesh: Mesh = field(compare=False)
 
@@ -76,7 +78,7 @@ class Plan:
 
     @property
     def flops(self) -> tuple[int, int]:
-        """Of the core, forward: the least and the most of any rank."""
+        """Of the core and of what is projected on the way, forward: the least and the most of any rank."""
         return _ends(r.flops for r in self.classes)
 
     @property
@@ -173,11 +175,12 @@ def plan(
 
     mesh: any; nothing runs. dtype: of q, k and v. causal, window, cu_seqlens: what a query sees, for arithmetic and for
     `exchange="needed"`. sizes: global; B, S, E and two of H, K, G; V where values are wider or narrower than keys; D
-    of the model, for a sum over tp.
+    of the model, for a sum over tp. Of latent attention B, S, H, L, N, R and V; in a layout that knows no latents a
+    rank first projects keys and values of its own tokens, which counts among its flops.
 
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
-    schedule = schedule_of(layout, mesh.axes)
+    schedule = schedule_of(layout, mesh.axes, sizes)
     latent = "N" in schedule.letters
     usual = {"K": sizes["H"]} if latent and "H" in sizes else {"V": sizes["E"]} if "E" in sizes and not latent else {}
     sizes = schedule.sizes(shards.complete({**usual, **sizes}))
@@ -195,6 +198,8 @@ def plan(
             f"a plan needs sizes: {' and '.join(missing[:2])} is missing", known=shards.known(sizes),
             fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
         )  # fmt: skip
+    if latent and sizes["K"] != sizes["H"]:
+        raise SpecError(f"latent attention has keys of every head, and H={sizes['H']} K={sizes['K']}", fix="without K")
     if sizes["K"] < 1 or sizes["H"] < 1:
         raise SpecError(f"a plan needs heads, and H={sizes['H']} K={sizes['K']}")
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
@@ -204,6 +209,8 @@ def plan(
         for text in edges[name]:
             shards.check(parse(text), {**sizes, "T": sizes["S"]}, mesh.axes)
     made = rehearse(layout, mesh, sizes, dtype, sight, cu)
+    if schedule is MATERIALISED:
+        made = [_projected(r, parse(edges["k"][0]).local(sizes, mesh, r.ranks[0]), sizes) for r in made]
     exchanges = _exchanges(made)
     own = (*schedule.inputs, *schedule.parameters, *(() if latent else ("sinks",)))
     inputs = [name for name in ("x", *own) if name in edges]
@@ -211,8 +218,10 @@ def plan(
     large = [axis for axis, n in mesh.axes if n > 1]
     pending = tuple((name, tuple(axis for axis in large if axis not in split[name])) for name in inputs)
     notes: tuple[str, ...] = ()
+    if schedule is MATERIALISED:
+        notes = ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
     if len(edges.get("out", ())) > 1 and "D" not in sizes:
-        notes = (f"not counted: the sum of out, {edges['out'][0]} -> {edges['out'][-1]}, for want of D=",)
+        notes += (f"not counted: the sum of out, {edges['out'][0]} -> {edges['out'][-1]}, for want of D=",)
     specs = [parse(text) for chain in edges.values() for text in chain]
     letters = [letter for letter in (*schedule.letters, "D") if letter in sizes]
     shown = [letter for letter in letters if latent or letter != "V" or sizes["V"] != sizes["E"]]
@@ -221,6 +230,8 @@ def plan(
     sees += f", window {window}" * (window is not None)
     sees += f", {len(set(cu)) - 1} documents" if cu is not None else ""
     options = "".join(f'     exchange="{layout.exchange}"' for _ in [0] if layout.exchange != "all")
+    parts = math.prod(size_of(mesh.axes, x) for a in parse(edges["q"][0]).atoms if a.name in "BS" for x in a.axes)
+    share = sizes["B"] * sizes["S"] / parts
     kind = str(dtype).removeprefix("torch.")
     return Plan(
         layout.name,
@@ -229,9 +240,21 @@ def plan(
         tuple(made),
         _orders(made[0].events),
         pending,
+        max(_received(r) for r in made) / dtype.itemsize / share if share else 0.0,
         notes,
         mesh,
     )
+
+
+def _projected(rank: Rank, keys: tuple[int, ...], sizes: Mapping[str, int]) -> Rank:
+    """With the up-projection of its own tokens. keys: `B S K E`, in any order, as they are before they move."""
+    rows = math.prod(keys) // sizes["E"] if sizes["E"] else 0
+    return rank._replace(flops=rank.flops + 2 * rows * sizes["L"] * sizes["NV"])
+
+
+def _received(rank: Rank) -> int:
+    """Bytes, forward."""
+    return sum(e.received for e in rank.events if not e.call.backward)
 
 
 def diff(a: Plan, b: Plan) -> str:

@@ -83,7 +83,7 @@ def rehearse(
     if not summed(edges, sizes):
         edges.pop("out", None)
     cu = cu or (0, sizes["S"])
-    work, needs = _work_of(edges, mesh, sizes, sight, cu), _needs_of(edges, mesh, sizes, layout, sight, cu)
+    work, needs = _work_of(edges, mesh, sizes, sight, cu), _needs_of(edges, mesh, sizes, layout, schedule, sight, cu)
     alike: dict[object, dict[tuple[Work, Needs], list[int]]] = {}
     keys = _keys(schedule, edges, mesh.axes, sizes)
     for rank in range(mesh.size):
@@ -143,22 +143,24 @@ def _work_of(
     return _by_place(atom, mesh, lambda rank: work(shards.held(atom, sizes, mesh.axes, mesh.coordinates(rank))))
 
 
-def _groups(edges: Mapping[str, tuple[str, ...]], layout: Layout) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def _groups(
+    edges: Mapping[str, tuple[str, ...]], layout: Layout, schedule: Schedule
+) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The axes over which only needed keys are gathered, with the edges that are gathered together."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in layout.keys if layout.exchange == "needed" else ():
-        if axes := rules.gathered(edges[name]):
+        if name in schedule.edges and (axes := rules.gathered(edges[name])):
             found.setdefault(axes, []).append(name)
     return [(axes, tuple(names)) for axes, names in found.items()]
 
 
 def _needs_of(
-    edges: Mapping[str, tuple[str, ...]], mesh: Mesh, sizes: Mapping[str, int], layout: Layout, sight: Sight,
-    cu: Boundaries,
+    edges: Mapping[str, tuple[str, ...]], mesh: Mesh, sizes: Mapping[str, int], layout: Layout, schedule: Schedule,
+    sight: Sight, cu: Boundaries,
 ) -> Callable[[int], Needs]:  # fmt: skip
     """How many tokens of keys a rank sends and gets in each group, where only those are sent that are needed."""
     size, each = sizes["S"], []
-    for gathered, names in _groups(edges, layout):
+    for gathered, names in _groups(edges, layout, schedule):
         keys = atom_of(edges[names[0]][-2], "S")
         groups: dict[tuple[int, ...], list[Traffic]] = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import shards
 from .constant import constant
@@ -94,57 +94,77 @@ def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[
     queries, (count, groups) = edges["q"], heads
     before, after = (_axes_of_heads(spec) for spec in (queries[0], queries[-1]))
     outer, all_of_it = (math.prod(size_of(axes, axis) for axis in some) for some in (before, after))
-    ranks = all_of_it // outer
+    ranks, over = all_of_it // outer, after[len(before) :]
     if groups < outer:
         what = f"K={groups} key/value heads" if "k" in edges else f"H={count} heads"
         raise SpecError(
             f"{name}: {what} over {'/'.join(before)}={outer}, which splits them before",
             str(queries[0]), mesh=text_of(axes, queries[0]),
-            fix=f"{before[0]}={math.gcd(groups, outer)}, so that every rank has one",
+            fix=_fewer(axes, before, over, heads),
         )  # fmt: skip
     if groups // outer >= ranks:
         return False
     local = count // groups * (groups // outer)
     per = f" ({count} over {'/'.join(before)}={outer})" if outer > 1 else ""
     if local < ranks:
-        over = after[len(before) :]
         raise SpecError(
             f"{name}: H={local} query heads{per} are fewer than {'/'.join(over)}={ranks} ranks",
             str(queries[-1]), mesh=text_of(axes, queries[-1]),
-            fix=_fitting(name, edges, axes, before, over, local, ranks),
+            fix=_fitting(name, edges, axes, over, heads, outer, ranks),
         )  # fmt: skip
     if groups % outer:
         raise SpecError(
             f"{name}: K={groups} key/value heads lie unevenly over {'/'.join(before)}={outer}, and "
             f"{groups // outer} of them cannot be dealt to {ranks} ranks more",
             str(queries[-1]), mesh=text_of(axes, queries[-1]),
-            fix=f"{before[0]}={math.gcd(groups, outer)}, which divides K, or {after[-1]}={groups // outer}",
+            fix=f"{_fewer(axes, before, over, heads)}, or {'/'.join(over)}={groups // outer}",
         )  # fmt: skip
     return True
 
 
+def _fit(heads: tuple[int, int], outer: int, ranks: int) -> bool:
+    """Whether `outer` parts of the heads can each be dealt to so many ranks."""
+    count, groups = heads
+    return 0 < outer <= groups and (groups // outer >= ranks or (groups % outer == 0 and count // outer >= ranks))
+
+
+def _fewer(axes: Axes, before: tuple[str, ...], over: tuple[str, ...], heads: tuple[int, int]) -> str:
+    """The most ranks of the first axis that splits heads with which all are served; of those behind it too, if need
+    be."""
+    rest, ranks = (math.prod(size_of(axes, axis) for axis in some) for some in (before[1:], over))
+    sizes = range(size_of(axes, before[0]), 0, -1)
+    if n := next((n for n in sizes if _fit(heads, n * rest, ranks)), 0):
+        return f"{before[0]}={n}"
+    found = [(n * m, n, m) for n in sizes for m in range(1, ranks) if _fit(heads, n * rest, m)]
+    if not found:
+        return f"fewer ranks over {'/'.join(before)}" if heads[1] else "a layer with at least one head"
+    _, n, m = max(found)
+    return f"{before[0]}={n} and {'/'.join(over)}={m}"
+
+
 def _fitting(
-    name: str, edges: Mapping[str, list[Spec]], axes: Axes, before: tuple[str, ...], over: tuple[str, ...], local: int,
+    name: str, edges: Mapping[str, list[Spec]], axes: Axes, over: tuple[str, ...], heads: tuple[int, int], outer: int,
     ranks: int,
 ) -> str:  # fmt: skip
     """The hybrid that uses as many ranks, with no more of them over heads than there are."""
-    fits = max(n for n in range(1, local + 1) if ranks % n == 0) if local else 0
+    fits = max((n for n in range(1, ranks) if ranks % n == 0 and _fit(heads, outer, n)), default=0)
     if not fits:
         return "a layer with at least one query head"
-    around = f', tp="{before[0]}"' if before else ""
-    rows = next((atom.axes for atom in edges["q"][0].atoms if atom.name == "B"), ())
-    around += f', dp="{rows[0]}"' if len(rows) == 1 else ""
-    around += ", zigzag=True" if any(atom.zigzag for atom in edges["q"][0].atoms) else ""
     axis = over[-1]
     gather = next((a for a in ("g", "cp") if a != axis and size_of(axes, a) > 1), "g")
     sizes = {name: size for name, size in axes if name not in (*over, gather)}
     sizes |= {gather: size_of(axes, gather) * (ranks // fits), axis: fits}
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"Mesh({mesh}) with {_hybrid(name, edges, axis, gather, around)}"
+    return f"Mesh({mesh}) with {_hybrid(name, edges, axis, gather)}"
 
 
-def _hybrid(name: str, edges: Mapping[str, Any], heads: str, gather: str, more: str = "") -> str:
+def _hybrid(name: str, edges: Mapping[str, list[Spec]], heads: str, gather: str) -> str:
     """The layout of these edges over both axes, as it is written."""
+    first = edges["q"][0] if "q" in edges else Spec(())
+    tp, dp = (next((a.axes for a in first.atoms if a.name in some), ()) for some in (("K", "H"), ("B",)))
+    more = "".join(f', {option}="{axes[0]}"' for option, axes in (("tp", tp), ("dp", dp)) if axes)
+    more += ", zigzag=True" if any(atom.zigzag for atom in first.atoms) else ""
+    more += ', dims="S B H E"' if first.letters[:2] == ("S", "B") else ""
     if "kv_latent" not in edges or "k" in edges:
         return f'hybrid(ulysses="{heads}", gather="{gather}"{more})'
     made = "mla_packed" if name.startswith("mla_packed") else "mla_latent"
@@ -197,8 +217,20 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
                     str(spec), (0, len(str(spec))), mesh=text_of(axes, spec),
                     fix=f"one more spec for {edge}, in which S is whole",
                 )  # fmt: skip
+    if "kv_latent" in keys and not _whole(found.get("q", [])[-1:], axes):
+        for spec in found.get("kv", []):
+            for atom in (atom for atom in spec.atoms if atom.name == "S"):
+                raise SpecError(
+                    f"{name}: kv is made of the latents that a rank's queries see, and S in it is all tokens",
+                    str(spec), atom.span, mesh=text_of(axes, found["q"][-1], spec), fix="T, as many as are seen",
+                )  # fmt: skip
     _alike(name, found, axes)
     return True
+
+
+def _whole(specs: list[Spec], axes: Axes) -> bool:
+    """Whether tokens lie whole on every rank."""
+    return all(size_of(axes, axis) == 1 for s in specs for a in s.atoms if a.name == "S" for axis in a.axes)
 
 
 def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
@@ -206,12 +238,15 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
     them inside."""
     if "q" not in edges:
         return
-    outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in WHOLE}
+    made = ("kv",) if "kv_latent" in edges else ()  # within the layer
+    outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in (*WHOLE, *made)}
     inside = {e: edges[e][0 if e == "o" else -1] for e in (*_WITH_QUERIES, "o") if e in edges}
     for other, spec in outside.items():
         _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
     for other, spec in inside.items():
         _same(name, "q", edges["q"][-1], other, spec, ("S", "K", "H"), axes)
+    for other in made if "kv" in edges else ():
+        _same(name, "kv_latent", edges["kv_latent"][-1], other, edges[other][0], ("S",), axes)
     # Of latent attention: heads are made by rows of kv_b, and met by queries of the same ones.
     for one, a, other, b in (("kv_b", -1, "kv", 0), ("q", -1, "kv", -1)):
         if one in edges and other in edges:

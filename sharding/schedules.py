@@ -5,7 +5,7 @@ A layout's edges say which schedule is its own; the layers themselves stay unkno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from . import rules
@@ -13,7 +13,7 @@ from .errors import SpecError
 from .layouts import Layout
 from .mesh import Axes
 
-__all__ = ["ATTENTION", "LATENT", "PACKED", "Schedule", "Step", "schedule_of"]
+__all__ = ["ATTENTION", "LATENT", "MATERIALISED", "PACKED", "Schedule", "Step", "schedule_of"]
 
 
 class Step(NamedTuple):
@@ -43,11 +43,15 @@ class Schedule(NamedTuple):
         return tuple(dict.fromkeys((*self.inputs, *self.parameters, *named)))
 
     def sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """With the letters that follow from others."""
+        """With the letters that follow from others. Raises `SpecError` where they are given and differ."""
         found = dict(sizes)
         for letter, parts in self.widths:
             if all(part in found for part in parts):
-                found[letter] = sum(found[part] for part in parts)
+                width = sum(found[part] for part in parts)
+                if found.setdefault(letter, width) != width:
+                    said = " ".join(f"{part}={found[part]}" for part in parts)
+                    what = f"{letter}={found[letter]} and {said} disagree"
+                    raise SpecError(what, fix=f"without {letter}, which is {width}")
         return found
 
 
@@ -96,13 +100,18 @@ PACKED = LATENT._replace(
     )
 )
 
+# Latent attention in a layout that knows no latents: its keys and values are projected before anything moves.
+MATERIALISED = ATTENTION._replace(letters=LATENT.letters, widths=LATENT.widths)
 
-def schedule_of(layout: Layout, axes: Axes) -> Schedule:
-    """Raises `SpecError` for a layout of neither kind of attention."""
+
+def schedule_of(layout: Layout, axes: Axes, letters: Iterable[str] = ()) -> Schedule:
+    """letters: of the sizes that are known, by which plain attention has latents or none. Raises `SpecError` for a
+    layout of neither kind of attention."""
     edges = dict(layout.chains)
-    for each in (LATENT, ATTENTION):
-        if all(edge in edges for edge in each.edges):
-            early = each is LATENT and rules.stays(edges["kv_latent"], axes) and not rules.stays(edges["kv"], axes)
-            return PACKED if early else each
+    if all(edge in edges for edge in LATENT.edges):
+        early = rules.stays(edges["kv_latent"], axes) and not rules.stays(edges["kv"], axes)
+        return PACKED if early else LATENT
+    if all(edge in edges for edge in ATTENTION.edges):
+        return MATERIALISED if {"L", "N", "R"} & {*letters} else ATTENTION
     lacking = [edge for edge in ATTENTION.edges if edge not in edges]
     raise SpecError(f"{layout.name} has no edge {', '.join(lacking)}, and a plan is of q, k, v and o")

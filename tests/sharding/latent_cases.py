@@ -81,11 +81,11 @@ def make(seed: int, ranks: int | None = None) -> Case:
         if heads and (count == ranks if ranks else 2 <= count <= 8):
             break
     options: dict[str, Any] = {name: name for name in ("tp", "dp") if name in axes}
-    options |= {"overlap": rng.random() < 0.5, "exchange": rng.choice(["all", "needed"])}
-    zigzag = kind == "gather" and rng.random() < 0.5
+    options |= {"overlap": rng.random() < 0.5, "exchange": rng.choice(["all", "needed"] if "g" in axes else ["all"])}
     S, B = rng.randint(1, 19), rng.randint(1, 4)
-    if zigzag:
-        S, options["zigzag"] = 2 * axes["g"] * rng.randint(1, 2), True
+    if rng.random() < 0.4:
+        outermost = axes.get("g", u)
+        S, options["zigzag"] = 2 * outermost * rng.randint(1, max(1, 8 // outermost)), True
     if kind == "gather":
         layout = sh.mla_gather("g", **options)
     else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 
 import pytest
 import torch
 from meshfn import functional as F
 from meshfn import sharding as sh
-from meshfn.sharding import SpecError
+from meshfn.sharding import SpecError, rules
 from torch.nn.attention.flex_attention import flex_attention
 
 from . import attention_cases as cases
@@ -162,8 +164,37 @@ def test_the_local_count_matters(axes, H, K):
 def test_heads_that_tp_cannot_split():
     with pytest.raises(SpecError, match=r"K=2 key/value heads over tp=4[\s\S]*fix: tp=2"):
         sh.shard(F.dot_product_attention, sh.ulysses(tp="tp"), sh.Mesh(tp=4, u=2), S=8, H=8, K=2)
-    with pytest.raises(SpecError, match=r"K=3 key/value heads lie unevenly over tp=2[\s\S]*fix: tp=1, which divides K"):
+    with pytest.raises(SpecError, match=r"K=3 key/value heads lie unevenly over tp=2[\s\S]*fix: tp=1, or u=1"):
         sh.shard(F.dot_product_attention, sh.ulysses(tp="tp"), sh.Mesh(tp=2, u=2), S=8, H=12, K=3)
+
+
+MADE = [sh.ulysses, sh.hybrid, sh.all_gather, sh.mla_latent, sh.mla_packed, sh.mla_gather]
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_what_is_advised_for_heads_that_do_not_fit_does_fit(made):
+    layout, refused = made(tp="tp", zigzag=True), 0
+    tokens = "u" if "u" in layout.axes else "g"
+    for K, G, tp, n in itertools.product(range(1, 6), range(1, 4), range(1, 6), range(1, 8)):
+        axes, heads = {"tp": tp, tokens: n}, {"H": K * G, "K": K}
+        if made.__name__.startswith("mla") and G > 1:
+            continue
+        try:
+            fits(layout, axes, heads)
+        except SpecError as error:
+            refused += 1
+            for fix in str(error).split("fix: ")[1].split(", or "):
+                if " with " in fix:
+                    mesh, other = (eval(text, vars(sh)) for text in fix.split(" with "))
+                    fits(other, dict(mesh.axes), heads)
+                    assert mesh.size == tp * n
+                else:
+                    fits(layout, axes | {axis: int(n) for axis, n in re.findall(r"(\w+)=(\d+)", fix)}, heads)
+    assert refused > 20
+
+
+def fits(layout, axes, heads):
+    rules.resolve(layout.name, layout.chains, sh.Mesh(**axes).axes, tuple(heads.values()))
 
 
 @pytest.mark.parametrize("dims", ["B S H E", "S B H E"])

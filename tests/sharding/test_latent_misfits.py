@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import sharding as sh
-from meshfn.sharding.layouts import WHOLE
 
 from . import latent_cases as cases
 
@@ -83,7 +84,23 @@ def test_fewer_heads_than_ranks_that_split_them_before():
         """\
 mla_gather("g", tp="tp"): H=3 heads over tp=4, which splits them before
     B S/g H/tp E
-    mesh: tp=4 g=2     fix: tp=1, so that every rank has one""",
+    mesh: tp=4 g=2     fix: tp=3""",
+    )
+    equal(sh.mla_gather(tp="tp"), {"tp": 3, "g": 2}, cfg=three)
+    assert_expected_inline(
+        refused(sh.mla_packed(tp="tp"), {"tp": 4, "u": 2}, cfg=three),
+        """\
+mla_packed("u", tp="tp"): H=3 heads over tp=4, which splits them before
+    B S/u H/tp E
+    mesh: tp=4 u=2     fix: tp=1""",
+    )
+    equal(sh.mla_packed(tp="tp"), {"tp": 1, "u": 2}, cfg=three)
+    assert_expected_inline(
+        refused(sh.mla_latent(tp="tp"), {"tp": 2, "u": 2}, cfg=cases.config(num_attention_heads=1)),
+        """\
+mla_latent("u", tp="tp"): H=1 heads over tp=2, which splits them before
+    B S/u H/tp E
+    mesh: tp=2 u=2     fix: tp=1 and u=1""",
     )
 
 
@@ -152,18 +169,40 @@ def test_the_absorbed_way_where_latents_move(layout, axes):
     equal(layout, axes, absorbed=True, cfg=cases.config(window=3, causal=False, output_gate=True))
 
 
-@pytest.mark.parametrize("made", [sh.mla_latent, sh.mla_packed])
-def test_needed_where_every_rank_sees_all_tokens(made):
-    # Latents are gathered over u, to queries of all tokens: what is needed is all of it.
-    records = []
+def test_needed_keys_without_a_gather_axis():
+    said = []
+    for made in (sh.mla_latent, sh.mla_packed, lambda **more: sh.Layout("mine", sh.ulysses().chains, **more)):
+        with pytest.raises(sh.SpecError) as error:
+            made(exchange="needed")
+        said.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+mla_latent("u", exchange="needed"): exchange="needed", and a rank has queries of every token, which need every key
+    B S/u H E -> B S H/u E
+    fix: exchange="all", or a gather axis, over which queries stay split
+mla_packed("u", exchange="needed"): exchange="needed", and a rank has queries of every token, which need every key
+    B S/u H E -> B S H/u E
+    fix: exchange="all", or a gather axis, over which queries stay split
+mine: exchange="needed", and a rank has queries of every token, which need every key
+    B S/u (K G) E -> B S (K/u G) E
+    fix: exchange="all", or a gather axis, over which queries stay split""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"), [(sh.mla_gather, {"g": 3}), (functools.partial(sh.mla_packed, "u", "g"), {"g": 2, "u": 2})]
+)
+def test_needed_keys_where_every_query_sees_every_key(layout, axes):
+    # Without causality, window and documents what is needed is all of it: as much is sent, and nothing is refused, as
+    # documents may come with the next batch.
+    cfg, records = cases.config(causal=False), []
     for exchange in ("all", "needed"):
-        layout, mesh = made(exchange=exchange), sh.Mesh(u=2)
-        records.append(sh.trace(mesh))
-        layer = sh.simulate(sh.shard(F.mla, layout, mesh, S=8), records[-1].mesh)
-        layer(cases.weights(F.MLA.init(cases.config(), 0)), torch.randn(2, 8, 10, dtype=torch.float64), cases.config())
+        records.append(sh.trace(sh.Mesh(**axes)))
+        layer = sh.simulate(sh.shard(F.mla, layout(exchange=exchange), records[-1].mesh, S=9), records[-1].mesh)
+        layer(cases.weights(F.MLA.init(cfg, 0)), torch.randn(2, 9, 10, dtype=torch.float64), cfg)
     assert records[0].bytes() == records[1].bytes()
-    for causal in (True, False):
-        equal(made(exchange="needed"), {"u": 2}, cfg=cases.config(causal=causal, window=2))
+    equal(layout(exchange="needed"), axes, S=9, cfg=cfg)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -185,7 +224,7 @@ def test_other_positions_with_needed_keys():
 positions with exchange="needed": the keys that a query needs are worked out from 0 .. S-1 in each document, and these are others
     fix: exchange="all", or no positions""",
     )
-    assert "these are others" in refused(sh.mla_latent(exchange="needed"), {"u": 2}, **given)
+    assert "these are others" in refused(sh.mla_latent("u", "g", exchange="needed"), {"g": 2, "u": 2}, **given)
 
 
 def test_arguments_that_a_layout_has_no_place_for():
@@ -223,6 +262,15 @@ S=7 does not divide over g=2 in head-tail order (needs a multiple of 4)
       ^^^^^^^^^^
     mesh: g=2     fix: pad S to 8, or drop ":zigzag" (without it shards may be uneven)""",
     )
+    assert_expected_inline(
+        refused(sh.mla_packed("u", "g", zigzag=True), {"g": 2, "u": 3}, S=10),
+        """\
+S=10 does not divide over g=2 in head-tail order (needs a multiple of 4)
+    B S/g:zigzag/u D
+      ^^^^^^^^^^^^
+    mesh: g=2 u=3     fix: pad S to 12, or drop ":zigzag" (without it shards may be uneven)""",
+    )
+    equal(sh.mla_packed("u", "g", zigzag=True), {"g": 2, "u": 3}, S=8)  # over u shards may be uneven
 
 
 def few(q, k, v, *, causal, q_positions, k_positions):
@@ -308,39 +356,3 @@ mla(params=...): kv_b is a Quantised, and mla_latent("u") takes rows of it, whic
     equal(sh.mla_latent(), {"u": 1}, params=strange)
     plain = F.tree.replace(params, {".kv_b": torch.nn.Parameter(params.kv_b.detach())})
     equal(sh.mla_latent(), {"u": 2}, params=plain)
-
-
-def mine(**rules):
-    """`mla_latent` with other rules for some edges."""
-    edges = {edge: chain for edge, chain in sh.mla_latent().chains if edge not in (*WHOLE, "sinks")}
-    return sh.Layout("mine", {**edges, **rules}, keys=("kv_latent", "key_rope"))
-
-
-def test_heads_of_keys_that_are_not_those_of_queries():
-    # Queries of all heads would be grouped over half of the keys, without a word.
-    queries = {"q": "B S/u H E", "o": "B S/u H V"}
-    assert_expected_inline(
-        refused(mine(**queries), {"u": 2}),
-        """\
-mine: q and kv meet, but heads lie over no axis in one and over u in the other
-    B T H/u NV
-    mesh: u=2     fix: the same axes in both""",
-    )
-    assert_expected_inline(
-        refused(mine(kv_b="(H NV) L"), {"u": 2}),
-        """\
-mine: kv_b and kv meet, but heads lie over no axis in one and over u in the other
-    B T H/u NV
-    mesh: u=2     fix: the same axes in both""",
-    )
-
-
-def test_latents_that_stay_split():
-    assert_expected_inline(
-        refused(mine(key_rope="B S/u R"), {"u": 2}),
-        """\
-mine: key_rope stays split over u, so a query would see only some of its keys
-    B S/u R
-    ^^^^^^^
-    mesh: u=2     fix: one more spec for key_rope, in which S is whole""",
-    )

@@ -27,7 +27,7 @@ MOE = F.MoEConfig(
     shared=F.MLPConfig(hidden_size=10, intermediate_size=6), shared_gate=True, initializer_range=0.3,
 )  # fmt: skip
 LAYOUTS = [
-    (sh.mla_latent(exchange="needed"), {"u": 4}),
+    (sh.mla_latent(), {"u": 4}),
     (sh.mla_latent("u", "g", overlap=True), {"g": 2, "u": 2}),
     (sh.mla_latent(tp="tp", dp="dp"), {"dp": 2, "tp": 2, "u": 2}),
     (sh.mla_packed(), {"u": 3}),
@@ -75,6 +75,13 @@ def test_dense_layers(layout, axes):
     compare(layout, axes, *model((LATENT, MLP), (DIRECT, MLP)))
 
 
+@pytest.mark.parametrize("made", [sh.mla_latent, sh.mla_packed])
+def test_tokens_in_head_tail_order(made):
+    compare(
+        made("u", "g", zigzag=True, exchange="needed"), {"g": 3, "u": 2}, *model((LATENT, MLP), (DIRECT, MOE)), S=12
+    )
+
+
 @pytest.mark.parametrize(("layout", "axes"), LAYOUTS)
 def test_experts(layout, axes):
     compare(layout, axes, *model((LATENT, MLP), (LATENT, MOE)))
@@ -83,7 +90,7 @@ def test_experts(layout, axes):
 def both(heads, latents, **options):
     """A layout of one's own from the rules of two. Both name q, o and what surrounds them: those of heads stand."""
     edges = {**dict(latents.chains), **dict(heads.chains)}
-    return sh.Layout("both kinds", edges, keys=("k", "v", *latents.keys), **options)
+    return sh.Layout("both kinds", edges, **options)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,7 @@ ONE_KIND = [
 @pytest.mark.parametrize(("layout", "attentions", "which", "why"), ONE_KIND)
 def test_a_layer_of_the_other_kind_is_refused_before_anything_moves(layout, attentions, which, why, overlap):
     cfg, params = model(*((attention, MLP) for attention in attentions))
-    layout = sh.Layout(layout.name, layout.chains, overlap=overlap, keys=layout.keys)
+    layout = sh.Layout(layout.name, layout.chains, overlap=overlap)
     mesh, ids = sh.Mesh(u=2), torch.randint(0, 31, (2, 8))
     record, wanted = sh.trace(mesh), f"decoder(params=...): {which} {why}\n    fix: a layout with rules for every kind"
     model_of = sh.shard(F.decoder, layout, mesh, S=8)
@@ -137,7 +144,7 @@ def test_a_layer_of_the_other_kind_is_refused_before_anything_moves(layout, atte
 
 
 def without(layout, *names):
-    return sh.Layout("mine", {edge: chain for edge, chain in layout.chains if edge not in names}, keys=layout.keys)
+    return sh.Layout("mine", {edge: chain for edge, chain in layout.chains if edge not in names})
 
 
 @pytest.mark.parametrize(

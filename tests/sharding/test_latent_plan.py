@@ -88,13 +88,14 @@ def test_volumes_are_those_of_the_formulas():
     """Elements a token of a rank, forward, DeepSeek-V3's sizes over 8 ranks."""
     one, other = sh.Mesh(u=8), sh.Mesh(g=8)
     plans = {
-        "materialised": sh.ulysses().plan(one, B=1, S=8192, H=128, K=128, E=192, V=128),
+        "materialised": sh.ulysses().plan(one, **V3),
         "packed": sh.mla_packed().plan(one, **V3),
         "latent": sh.mla_latent().plan(one, **V3),
         "gather": sh.mla_gather().plan(other, **V3),
     }
     found = {name: sum(e.receives[1] for e in plan.forward) / 4 / 1024 for name, plan in plans.items()}
     assert found == {"materialised": 71_680, "packed": 64_960, "latent": 39_872, "gather": 4_032}
+    assert {name: plan.volume for name, plan in plans.items()} == found
     assert found["latent"] / found["packed"] <= 0.62
     assert found["latent"] / found["materialised"] <= 0.56
     back = {name: sum(e.sends[1] for e in plan.backward) / 4 / 1024 for name, plan in plans.items()}
@@ -106,8 +107,32 @@ def test_volumes_are_those_of_the_formulas():
     # The up-projection of every head runs on every rank of a gather, and once in the others.
     project = 2 * 8192 * 512 * 128 * 256
     pairs = 2 * 128 * (192 + 128) * 8192 * 8192
-    assert plans["latent"].flops[1] * 8 == plans["packed"].flops[1] * 8 == pairs + project
+    for name in ("latent", "packed", "materialised"):
+        assert plans[name].flops[1] * 8 == pairs + project
     assert plans["gather"].flops[1] * 8 == pairs + 8 * project
+
+
+def test_head_tail_order_evens_out_the_work_and_moves_as_much():
+    mesh, sizes = sh.Mesh(g=4, u=2), {**SMALL, "H": 4}
+    for make in (sh.mla_latent, sh.mla_packed):
+        plain, zigzag = (make("u", "g", zigzag=z).plan(mesh, causal=True, **sizes) for z in (False, True))
+        projected = 2 * 2 * 2 * 32 * 32  # of a token: B=2, two heads of N + V from L
+        core = [[p.of(r).flops - projected * p.of(r).keys for r in range(8)] for p in (plain, zigzag)]
+        if make is sh.mla_packed:  # each rank projects its own tokens, all heads
+            core = [[p.of(r).flops - 2 * projected * 12 for r in range(8)] for p in (plain, zigzag)]
+        assert [len(set(each)) for each in core] == [4, 1]
+        assert sum(core[0]) == sum(core[1])
+        assert [e[:3] + e[4:6] for e in plain.exchanges] == [e[:3] + e[4:6] for e in zigzag.exchanges]
+    assert_expected_inline(
+        "\n".join(str(sh.mla_packed("u", "g", zigzag=True)).splitlines()[:6]),
+        """\
+mla_packed("u", "g", zigzag=True)
+  x              B S/g:zigzag/u D                                          stays
+  q              B S/g:zigzag/u H E -> B S/g:zigzag H/u E                  all-to-all over u
+  o              B S/g:zigzag H/u V -> B S/g:zigzag/u H V                  all-to-all over u
+  key_rope       B S/g:zigzag/u R -> B S R                                 all-gather over g/u
+  kv             B S/g:zigzag/u H NV -> B S/g:zigzag H/u NV -> B S H/u NV  all-to-all over u, then all-gather over g""",
+    )
 
 
 def test_gradients_are_named():
@@ -131,10 +156,14 @@ def test_the_plan_is_what_happens(seed):
     draw = random.Random(seed)
     make, axes = LAYOUTS[seed % len(LAYOUTS)]
     tp = draw.random() < 0.3
-    options = {"overlap": draw.random() < 0.5, "exchange": draw.choice(["all", "needed"])}
-    layout = make(*axes, **options, **({"tp": "tp"} if tp else {}))
+    exchange = draw.choice(["all", "needed"] if "g" in axes else ["all"])
+    options = {"overlap": draw.random() < 0.5, "exchange": exchange}
+    zigzag = draw.random() < 0.4
+    layout = make(*axes, **options, zigzag=zigzag, **({"tp": "tp"} if tp else {}))
     mesh = sh.Mesh(**({"tp": 2} if tp else {}), **{axis: draw.choice([2, 3]) for axis in sorted(axes)})
-    S, B, H = draw.randint(5, 20), draw.randint(1, 3), draw.choice([6, 8] if tp else [3, 4, 5, 7])
+    chunks = 2 * mesh[axes[-1]]
+    S = chunks * draw.randint(1, 3) if zigzag else draw.randint(5, 20)
+    B, H = draw.randint(1, 3), draw.choice([6, 8] if tp else [3, 4, 5, 7])
     cfg = F.MLAConfig(
         hidden_size=12, num_attention_heads=H, kv_lora_rank=6, q_lora_rank=draw.choice([None, 5]), qk_nope_head_dim=4,
         qk_rope_head_dim=2, v_head_dim=3, rope=F.RopeConfig(), causal=draw.random() < 0.7,
@@ -173,17 +202,54 @@ mla_latent("u"): H=5 query heads are fewer than u=8 ranks
 def test_layouts_ranked():
     costs = sh.Costs({"u": 1e-5, "g": 1e-5}, {"u": 4e11, "g": 4e11}, 4e14)
     found = sh.best(
-        [sh.mla_latent(), sh.mla_packed(), (sh.mla_gather(), sh.Mesh(g=8)), (sh.mla_latent("u", "g"), sh.Mesh(g=2, u=4))],
+        [sh.ulysses(), sh.mla_latent(), sh.mla_packed(), (sh.mla_gather(), sh.Mesh(g=8)),
+         (sh.mla_latent("u", "g"), sh.Mesh(g=2, u=4))],
         sh.Mesh(u=8), V3, costs, causal=True, dtype=torch.bfloat16,
     )  # fmt: skip
     assert_expected_inline(
         str(found),
         """\
 layout                           exchanges     core     peak bytes
-mla_latent("u") on u=8            0.468 ms  2.83 ms    330,432,512  6 exchanges, 163,315,712 bytes, even work
-mla_packed("u") on u=8            0.725 ms  2.83 ms    404,881,408  6 exchanges, 266,076,160 bytes, even work
-mla_latent("u", "g") on g=2 u=4   0.416 ms  4.38 ms    464,650,240  6 exchanges, 142,344,192 bytes, work 2.83 to 1
-mla_gather("g") on g=8           0.0613 ms  6.89 ms  1,219,624,960  2 exchanges, 16,515,072 bytes, work 11.88 to 1
+mla_latent("u") on u=8            0.468 ms  2.83 ms    330,432,512  6 exchanges, 163,315,712 bytes, 39,872 elements a token, even work
+mla_packed("u") on u=8            0.725 ms  2.83 ms    404,881,408  6 exchanges, 266,076,160 bytes, 64,960 elements a token, even work
+ulysses("u") on u=8               0.774 ms  2.83 ms    536,870,912  4 exchanges, 293,601,280 bytes, 71,680 elements a token, even work
+mla_latent("u", "g") on g=2 u=4   0.416 ms  4.38 ms    464,650,240  6 exchanges, 142,344,192 bytes, 34,752 elements a token, work 2.83 to 1
+mla_gather("g") on g=8           0.0613 ms  6.89 ms  1,219,624,960  2 exchanges, 16,515,072 bytes, 4,032 elements a token, work 11.88 to 1
 exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward
-core: 3 x flops of the busiest rank""",
+core: 3 x flops of the busiest rank
+elements a token: received forward by the busiest rank, for each token of a rank's share""",
+    )
+
+
+@pytest.mark.parametrize(("layout", "axes"), [
+    (sh.ulysses(tp="tp"), {"tp": 2, "u": 3}),
+    (sh.all_gather(zigzag=True, exchange="needed"), {"g": 2}),
+    (sh.hybrid(dp="dp"), {"dp": 2, "g": 2, "u": 2}),
+])  # fmt: skip
+def test_a_plan_of_materialised_keys_is_that_of_attention_and_of_what_makes_them(layout, axes):
+    mesh, sizes, given = sh.Mesh(**axes), {**SMALL, "B": 3, "H": 7}, {"causal": True, "cu_seqlens": [0, 40, 96]}
+    found = layout.plan(mesh, **sizes, **given)
+    plain = layout.plan(mesh, B=3, S=96, H=7, K=7, E=24, V=16, **given)
+    assert found.exchanges == plain.exchanges
+    for rank in range(mesh.size):
+        B, S, H, _ = sh.Spec.parse(layout["k"][0]).local({**sizes, "K": 7, "G": 1, "E": 24}, mesh, rank)
+        assert found.of(rank).flops - plain.of(rank).flops == 2 * B * S * H * 32 * (16 + 16)
+        assert found.of(rank).memory == plain.of(rank).memory
+    assert "keys and values materialised from latents" in str(found)
+    assert found.volume == plain.volume
+
+
+def test_sizes_that_disagree():
+    said = []
+    for more in ({"K": 1}, {"E": 16}):
+        with pytest.raises(sh.SpecError) as error:
+            sh.ulysses().plan(sh.Mesh(u=2), **SMALL, **more)
+        said.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+latent attention has keys of every head, and H=5 K=1
+    fix: without K
+E=16 and N=16 R=8 disagree
+    fix: without E, which is 24""",
     )

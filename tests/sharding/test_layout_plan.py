@@ -323,12 +323,13 @@ def test_layouts_ranked():
         str(ranking),
         """\
 layout                           exchanges     core  peak bytes
-all_gather("cp", zigzag=True)      12.6 ms  25.8 ms  31,457,280  2 exchanges, 12,582,912 bytes, even work
-ulysses("cp")                      15.8 ms  25.8 ms  25,165,824  4 exchanges, 15,728,640 bytes, even work
-all_gather("cp")                   12.6 ms  45.1 ms  31,457,280  2 exchanges, 12,582,912 bytes, work 6.99 to 1
+all_gather("cp", zigzag=True)      12.6 ms  25.8 ms  31,457,280  2 exchanges, 12,582,912 bytes, 1,536 elements a token, even work
+ulysses("cp")                      15.8 ms  25.8 ms  25,165,824  4 exchanges, 15,728,640 bytes, 1,920 elements a token, even work
+all_gather("cp")                   12.6 ms  45.1 ms  31,457,280  2 exchanges, 12,582,912 bytes, 1,536 elements a token, work 6.99 to 1
 hybrid(ulysses="u", gather="g")          -        -           -  hybrid(ulysses="u", gather="g") does not use cp=4, over which tokens are split: each ...
 exchanges: latency + bytes of the busiest rank / bandwidth, one after the other, forward and backward
-core: 3 x flops of the busiest rank""",
+core: 3 x flops of the busiest rank
+elements a token: received forward by the busiest rank, for each token of a rank's share""",
     )
     both = sh.Costs({"u": 1e-5, "g": 2e-5}, {"u": 1e9, "g": 5e8}, 1e12)
     pairs = [(sh.ulysses(), sh.Mesh(u=4)), (sh.all_gather(), sh.Mesh(g=4)), (sh.hybrid(), FOUR)]

@@ -165,7 +165,7 @@ CASES = [
     (sh.hybrid(exchange="needed"), BOTH, PLAIN, DOCUMENTS),
     (sh.hybrid(tp="tp", overlap=True), {"tp": 2, **BOTH}, {**PLAIN, "H": 8, "K": 4, "D": 200}, {}),
     (sh.mla_latent(), TWO, LATENT, {}),
-    (sh.mla_latent(overlap=True, exchange="needed"), TWO, LATENT, DOCUMENTS),
+    (sh.mla_latent("u", "g", overlap=True, exchange="needed"), BOTH, LATENT, DOCUMENTS),
     (sh.mla_latent("u", "g"), BOTH, LATENT, {"causal": True}),
     (sh.mla_latent("u", "g", tp="tp", overlap=True), {"tp": 2, **BOTH}, {**LATENT, "H": 4, "D": 200}, {"causal": True}),
     (sh.mla_packed(), TWO, LATENT, {}),
