@@ -21,9 +21,8 @@ class LateProjection:
 
     def __init__(self, weight: Tensor) -> None:
         kind = weight.device.type
-        if (
-            not weight.is_meta and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-        ):  # as `linear` would do it, within
+        casts = not weight.is_meta and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+        if casts:  # as `linear` does within
             weight = weight.to(torch.get_autocast_dtype(kind))
         self.weight, self.left = weight, _Left()
         self.token = cast(Tensor, _Weight.apply(weight, self.left))
