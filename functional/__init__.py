@@ -3,7 +3,7 @@
 from . import shapes, tree, wire
 from .absorbed import absorbed_attention
 from .attention import Attention, AttentionConfig, attention
-from .cache import KVCache, LatentCache, cache_update, empty_caches, latent_cache_update
+from .cache import GDNCache, KVCache, LatentCache, cache_update, empty_caches, latent_cache_update
 from .conv import causal_conv
 from .core import decode_attention, dot_product_attention
 from .decoder import (
@@ -21,6 +21,7 @@ from .decoder import (
 from .delta import gated_delta_rule_scan, gated_delta_rule_step, gdn_gates, l2norm
 from .delta_chunked import gated_delta_rule_chunked
 from .experts import expert_mlp
+from .gdn import GDN, GDNConfig, gdn, gdn_output, gdn_project
 from .loss import cross_entropy
 from .mla import MLA, MLAConfig, mla, mla_costs, mla_expand, mla_latents, mla_output, mla_queries, mla_rotary
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
@@ -33,6 +34,7 @@ from .tree import TreeError
 
 __all__ = [
     "ACTIVATIONS",
+    "GDN",
     "MLA",
     "MLP",
     "Attention",
@@ -40,6 +42,8 @@ __all__ = [
     "Controls",
     "Decoder",
     "DecoderConfig",
+    "GDNCache",
+    "GDNConfig",
     "HeadNorm",
     "KVCache",
     "LatentCache",
@@ -76,7 +80,10 @@ __all__ = [
     "gated_delta_rule_step",
     "gated_mlp",
     "gated_rms_norm",
+    "gdn",
     "gdn_gates",
+    "gdn_output",
+    "gdn_project",
     "greedy",
     "l2norm",
     "latent_cache_update",

@@ -4,12 +4,14 @@ A cache has a slot for each position, or, in a layer that sees a `window` of tok
 ring, in which a token takes the place of the one that the window has left behind. Slots may lie unwritten and hold
 anything.
 
-Letters: B batch, S new tokens, T slots, K key/value heads, E key width, V value width, LR latent and rotary key.
+Letters: B batch, S new tokens, T slots, K key/value heads, E key width, V value width, LR latent and rotary key; of a
+gated delta net K key heads, K G value heads, U = W - 1 tokens of its convolution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from . import tree
 from .shapes import ShapeError
 from .tree import Tree, dim, pytree
 
-__all__ = ["Cache", "KVCache", "LatentCache", "cache_update", "empty_caches", "latent_cache_update"]
+__all__ = ["Cache", "GDNCache", "KVCache", "LatentCache", "cache_update", "empty_caches", "latent_cache_update"]
 
 
 @pytree
@@ -37,7 +39,18 @@ class LatentCache(Tree):
     latent: Tensor = dim("B T LR", initial=0.0)
 
 
-Cache = KVCache | LatentCache
+@pytree
+class GDNCache(Tree):
+    """The state of one gated delta net, value-major and never below fp32, and the last W-1 tokens that its convolution
+    saw of queries, keys and values, the latest last. Other caches grow with T; this one does not."""
+
+    q: Tensor = dim("B (K/tp E) U", initial=0.0)
+    k: Tensor = dim("B (K/tp E) U", initial=0.0)
+    v: Tensor = dim("B ((K/tp G) V) U", initial=0.0)
+    state: Tensor = dim("B (K/tp G) V E", initial=0.0, keep_fp32=True)
+
+
+Cache = KVCache | LatentCache | GDNCache
 # What a cache holds of each token, `B T ...` each.
 Parts = tuple[Tensor, ...]
 
@@ -173,14 +186,12 @@ def empty_caches(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> tuple[Cache, ...]:
-    """One cache a layer, for the attention configs of a stack, uninitialised: an unwritten slot never matters.
+    """One cache a layer, for the attention configs of a stack, uninitialised: an unwritten slot never matters. The
+    states of gated delta nets are zeros.
 
     slots: as many as the longest row has tokens; a layer with a smaller window gets a ring of `window` slots. A
     sequence says the slots of each layer.
     """
-
-    def allocate(leaf: Tensor) -> Tensor:
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
 
     kinds = list(cfgs)
     if any(not hasattr(each, "cache_class") for each in kinds):
@@ -191,4 +202,13 @@ def empty_caches(
     if isinstance(slots, int):
         slots = [slots if each.window is None else min(slots, each.window) for each in kinds]
     sizes = zip(kinds, slots, strict=True)
-    return tuple(tree.map(allocate, each.cache_class.abstract(each, dtype=dtype, B=batch, T=n)) for each, n in sizes)
+    found = []
+    for each, n in sizes:
+        make = torch.zeros if each.cache_class is GDNCache else torch.empty
+        abstract = each.cache_class.abstract(each, dtype=dtype, B=batch, T=n)
+        found.append(tree.map(functools.partial(_allocate, make, device), abstract))
+    return tuple(found)
+
+
+def _allocate(make: Callable[..., Tensor], device: torch.device | str, leaf: Tensor) -> Tensor:
+    return make(leaf.shape, dtype=leaf.dtype, device=device)

@@ -21,6 +21,7 @@ from .attention import Attention, AttentionConfig, attention
 from .cache import Cache
 from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
+from .gdn import GDN, GDNConfig, gdn
 from .loss import cross_entropy
 from .mla import MLA, MLAConfig, mla
 from .mlp import MLP, MLPConfig, mlp
@@ -50,7 +51,7 @@ class LayerConfig:
     """parallel_residual: attention and mlp read the same x, normalised once by `norm`. resid_pdrop: dropout, never
     computed, see `dropout`."""
 
-    attention: AttentionConfig | MLAConfig
+    attention: AttentionConfig | MLAConfig | GDNConfig
     mlp: MLPConfig | MoEConfig
     norm: NormConfig | None = None
     parallel_residual: bool = False
@@ -58,7 +59,7 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         check_rate("LayerConfig", resid_pdrop=self.resid_pdrop)
-        kinds = {"attention": (AttentionConfig, MLAConfig), "mlp": (MLPConfig, MoEConfig)}
+        kinds = {"attention": (AttentionConfig, MLAConfig, GDNConfig), "mlp": (MLPConfig, MoEConfig)}
         for name, classes in kinds.items():
             if not isinstance(getattr(self, name), classes):
                 known = " or ".join(each.__name__ for each in classes)
@@ -120,7 +121,7 @@ class DecoderConfig:
 @pytree
 class Layer(Tree):
     norm: Norm | None = None
-    attention: Attention | MLA
+    attention: Attention | MLA | GDN
     mlp: MLP | MoE
 
 
@@ -133,13 +134,16 @@ class Decoder(Tree):
     head_bias: Tensor | None = dim("Z/tp", when="head_bias", initial=0.0)
 
 
-@edges({"attention": attention, "mla": mla, "mlp": mlp, "moe": moe}, {"attention": Attention, "mla": MLA})
+@edges(
+    {"attention": attention, "mla": mla, "gdn": gdn, "mlp": mlp, "moe": moe},
+    {"attention": Attention, "mla": MLA, "gdn": GDN},
+)
 def layer(
     params: Layer,
     x: Tensor,
     cfg: LayerConfig,
     *,
-    positions: Tensor,
+    positions: Tensor | None,
     rope: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
@@ -150,24 +154,22 @@ def layer(
     core: Callable[..., Tensor] = dot_product_attention,
 ) -> Any:
     """x `B S D` -> x `B S D`, cache; with return_routing also the layer's `Routing`, None where it has no experts.
-    Arguments as those of `attention` and `mla`."""
+    Arguments as those of `attention`, `mla` and `gdn`, which has no mask."""
     check_presence("layer", params, cfg)
     refuse_dropout("layer", "resid_pdrop", cfg.resid_pdrop, x, params)
     h = apply_norm(x, params.norm, cfg.norm)
-    attend: Callable[..., Any] = mla if isinstance(cfg.attention, MLAConfig) else attention
-    a, cache = attend(
-        params.attention,
-        h,
-        cfg.attention,
-        positions=positions,
-        rope=rope,
-        mask=mask,
-        segment_ids=segment_ids,
-        cache=cache,
-        read=read,
-        wire=wire.scope(attend.__name__),
-        core=core,
-    )
+    told: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "cache": cache}
+    if isinstance(cfg.attention, GDNConfig):
+        if mask is not None:
+            raise ValueError(
+                "layer(mask=...): a gated delta net reads a state and no tokens, so there is nothing to mask\n"
+                "    fix: positions of -1 for padding, segment_ids for documents"
+            )
+        attend: Callable[..., Any] = gdn
+    else:
+        attend = mla if isinstance(cfg.attention, MLAConfig) else attention
+        told |= {"rope": rope, "mask": mask, "read": read, "core": core}
+    a, cache = attend(params.attention, h, cfg.attention, wire=wire.scope(attend.__name__), **told)
     if cfg.parallel_residual:
         m, routing = feed(params.mlp, h, cfg.mlp, wire)
         x_BSD = x + (a + m)
@@ -267,6 +269,7 @@ def backbone(
         raise ValueError(f"decoder(params=...): {len(params.layers)} layers, the config has {len(cfg.layers)}")
     if cache is not None and len(cache) != len(cfg.layers):
         raise ValueError(f"decoder(cache=...): {len(cache)} entries for {len(cfg.layers)} layers")
+    every = positions is None  # a token, so that a gated delta net has no padding to look for
     if positions is None:
         if cache is not None:
             raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
@@ -288,7 +291,7 @@ def backbone(
             layer_params,
             x,
             layer_cfg,
-            positions=positions,
+            positions=None if every and isinstance(layer_cfg.attention, GDNConfig) else positions,
             rope=tables.get((layer_cfg.attention.rope, layer_cfg.attention.rope_dim)),
             mask=mask,
             segment_ids=segment_ids,

@@ -1,0 +1,84 @@
+"""The two primitives of a gated delta net, over a batch with a cache: its convolution and its rule.
+
+Rows of a batch go on from their states, begin anew where they hold position 0, and keep every byte where they hold no
+token.
+
+Letters: B batch, S tokens, K key heads, H value heads, E key width, V value width, W convolution width, I = 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .conv import causal_conv
+from .delta import gated_delta_rule_step, l2norm
+from .delta_chunked import gated_delta_rule_chunked
+from .primitive import primitive
+
+__all__ = ["gated_delta_rule", "short_conv"]
+
+
+@primitive
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None,
+    *,
+    activation: str,
+    positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`causal_conv` by heads: x `B S H E`, weight `(H E) I W`, state `B (H E) W-1` -> y as x, and the new state."""
+    old = _begun(state, positions)
+    told = {} if x.shape[1] == 1 else {"positions": positions}
+    y, new = causal_conv(
+        x.flatten(2), weight[:, 0], activation=activation, initial_state=old, output_final_state=True, **told
+    )
+    assert new is not None
+    if x.shape[1] == 1:  # whose padding is all of a row or nothing
+        new = _kept(new, old, positions)
+    return y.view(x.shape), new
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    *,
+    positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The rule of `delta` with q and k `B S K E` brought to length 1, v `B S H V`, g `B S H` or `B S H E`, beta
+    `B S H`, state `B H V E` in fp32 at least -> o `B S H V` in v's dtype, and the new state."""
+    old = _begun(state, positions)
+    one = q.shape[1] == 1
+    rule = gated_delta_rule_step if one else gated_delta_rule_chunked
+    told = {}
+    o, new = rule(
+        l2norm(q), l2norm(k), v, g, beta, initial_state=old, output_final_state=True, positions=positions, **told
+    )
+    assert new is not None
+    return o, _kept(new, old, positions)
+
+
+gated_delta_rule = primitive(gated_delta_rule, differentiable=False)
+
+
+def _begun(state: Tensor | None, positions: Tensor | None) -> Tensor | None:
+    """The state, zeros in rows that begin, whatever it holds of them."""
+    if state is None or positions is None:
+        return state
+    return state.masked_fill(_rows((positions == 0).any(1), state), 0)
+
+
+def _kept(new: Tensor, old: Tensor | None, positions: Tensor | None) -> Tensor:
+    """The new state, and the old one, to the bit, in rows without a token."""
+    return new if old is None or positions is None else torch.where(_rows((positions >= 0).any(1), new), new, old)
+
+
+def _rows(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.view(-1, *[1] * (like.dim() - 1))
