@@ -69,15 +69,21 @@ def assemble(
         held, first = wanted[name][0].held, wanted[name][0]
         keep_fp32 = any(path in fp32 for path in held.paths)
         each = [shapes[path] for path in held.paths]
-        if first.expert is None:
+        if first.leaf is None:
             progress("loading weights", done := done + 1, total)
             leaves = held.cut(source.read(first.name, keep_fp32), each)
         else:
-            leaves = held.cut(_storage(wanted[name], held.shape(each), source, keep_fp32), each)
+            storage = _storage(wanted[name], held.shape(each), source, keep_fp32)
+            leaves, row = held.cut(storage, each), 0
             for piece in wanted[name]:
                 progress("loading weights", done := done + 1, total)
-                if source.device.type != "meta":
-                    piece.part(leaves).copy_(source.read(piece.name, keep_fp32))
+                if source.device.type == "meta":
+                    continue
+                part = source.read(piece.name, keep_fp32)
+                # Wherever the rows of a tensor were parted: transformers writes three equal parts of convolutions.
+                into = piece.part(leaves) if piece.expert is not None else storage[row : row + part.shape[0]]
+                into.copy_(part)
+                row += part.shape[0]
         new |= dict(zip(paths, leaves, strict=True))
     return cfg, tree.replace(Decoder.abstract(cfg), new)
 
@@ -91,8 +97,12 @@ def _storage(parts: Sequence[Piece], shape: tuple[int, ...], source: Source, kee
 def _check(family: Family, wanted: Mapping[str, Sequence[Piece]], source: Source) -> None:
     """Raise `TreeError` with all that is missing, misshapen or not expected, as the source calls it."""
     every = [piece for each in wanted.values() for piece in each]
+    parted = [each for each in wanted.values() if each[0].leaf is not None and each[0].expert is None]
+    whole = {piece.name for each in parted if _parts_fit(each, source.shapes) for piece in each}
     faults = []
     for piece in every:
+        if piece.name in whole:
+            continue
         what = f"{piece.described} ({source.shown(piece.name)})"
         if piece.name not in source.shapes:
             faults.append(f"{what}: missing, {piece.spec} = {piece.shape}")
@@ -112,6 +122,15 @@ def _check(family: Family, wanted: Mapping[str, Sequence[Piece]], source: Source
         raise TreeError(
             f"checkpoint and config of family {family.model_type} differ\n    " + "\n    ".join(lines) + fix
         )
+
+
+def _parts_fit(parts: Sequence[Piece], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether they have all the rows of a tensor together."""
+    if any(piece.name not in shapes for piece in parts):
+        return False
+    there, wanted = [shapes[piece.name] for piece in parts], [piece.shape for piece in parts]
+    widths = {shape[1:] for shape in (*there, *wanted)}
+    return len(widths) == 1 and sum(shape[0] for shape in there) == sum(shape[0] for shape in wanted)
 
 
 def _placed(paths: tuple[str, ...], place: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What a source holds of a family's tensors, under the source's own names: a file may have experts one by one.
 
-A piece is one tensor there: a whole one of `Family.tensors`, or one expert of one of its leaves.
+A piece is one tensor there: a whole one of `Family.tensors`, one of its leaves, or one expert of one of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Piece(NamedTuple):
 
     def part(self, leaves: Sequence[Tensor]) -> Tensor:
         """What it is, of the leaves of the whole."""
-        if self.leaf is None or self.expert is None:
+        if self.leaf is None:
             return self.held.join(leaves)
-        return leaves[self.leaf].detach()[self.expert]
+        leaf = leaves[self.leaf].detach()
+        return leaf if self.expert is None else leaf[self.expert]
 
 
 def pieces(
@@ -48,8 +49,14 @@ def pieces(
     for name, held in family.tensors(params).items():
         shapes = [tuple(leaves[path].shape) for path in held.paths]
         letters = [str(specs[path]) for path in held.paths]
-        if not files or name in there or not held.apart:
-            own = name if not files or name in there or not held.files else held.files[0]
+        if files and name not in there and held.split:
+            each = zip(held.files, held.paths, shapes, letters, strict=True)
+            found[name] = [
+                Piece(file, held, k, None, shape, path, f'"{spec}"') for k, (file, path, shape, spec) in enumerate(each)
+            ]
+        elif not files or name in there or not held.apart:
+            usual = name if not files or name in there or not held.files else held.files[0]
+            own = usual if usual in there else next((other for other in held.also if other in there), usual)
             spec = " and ".join(f'"{each}"' for each in letters)
             found[name] = [Piece(own, held, None, None, held.shape(shapes), " ".join(held.paths), spec)]
         else:

@@ -44,6 +44,16 @@ LATENT = {
 MSCALE = YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 LONGER = {"max_position_embeddings": 640}  # 16 times 40
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+SHARED = {"moe_intermediate_size": 14, "shared_expert_intermediate_size": 18, "num_experts": 5}
+MROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True}
 
 # id -> model_type and what its config says beside SIZES; a window is shorter than the tests' prompts
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -132,6 +142,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "head_dim": 12}),
+    "qwen3_5": ("qwen3_5_text", LINEAR | {"head_dim": 16, "rope_parameters": MROPE | {"mrope_section": [2, 1, 1]}}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        LINEAR
+        | SHARED
+        | {"head_dim": 16, "num_experts_per_tok": 2, "rope_parameters": MROPE | {"mrope_section": [2, 1, 1]}},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        LINEAR | SHARED | {"head_dim": 16, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", LINEAR | {"linear_num_key_heads": 4, "rope_parameters": None}),
+    "olmo_hybrid-rope": (
+        "olmo_hybrid",
+        LINEAR | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "linear_allow_neg_eigval": False},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {name: n for name, n in LATENT.items() if name != "n_routed_experts"}
+        | {"layer_types": LINEAR["layer_types"], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {"linear_head_dim": 6, "linear_num_heads": 3, "num_local_experts": 6, "n_group": 3, "topk_group": 2},
+    ),
     "gpt_oss": (
         "gpt_oss",
         {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "layer_types": KINDS}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from ...functional import Decoder, DecoderConfig, MoE, tree
+from ...functional import GDN, Decoder, DecoderConfig, MoE, tree
 from .fields import Fields
 from .leaves import Leaves
 from .wrapper import Wrapper
@@ -22,13 +22,17 @@ __all__ = ["Family", "Leaves", "Wrapper", "find_family", "find_wrapper", "known_
 _MODULES = {
     **{name: name for name in ("cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "glm4_moe_lite", "gpt_oss")},
     **{name: name for name in ("llama", "mistral", "mixtral", "nemotron", "olmo2", "phi", "phi3", "qwen2", "qwen3")},
-    **{name: name for name in ("qwen3_moe", "smollm3")},
+    **{name: name for name in ("kimi_linear", "olmo_hybrid", "qwen3_moe", "qwen3_next", "smollm3")},
     "gemma3_text": "gemma3",
     "kimi_k2": "deepseek_v3",
     "kimi_k25": "deepseek_v3",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
 }
 # model_type -> module, of models whose language model is of another family
-_WRAPPERS = {"kimi_k25": "kimi_k25"}
+_WRAPPERS = {"kimi_k25": "kimi_k25", "qwen3_5": "qwen3_5", "qwen3_5_moe": "qwen3_5_moe"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +43,13 @@ class Family:
         it does not read must be at its default.
     names: a module's name of a tensor -> pytree path, `{i}` standing for the layer; `Leaves` where the tensor holds
         several, which then are views of it, or files call it otherwise. In a path `dense` and `moe` are the `mlp` of a
-        layer that has one block, and of one that has experts.
+        layer that has one block, and of one that has experts; `linear` and `full` the `attention` of one that has a
+        gated delta net, and of one that has another. Of several paths those count that a layer has.
     inert: fields of its published configs that nothing looks at -> the value at which that is right, or a function of
         all fields to it.
     tied: name -> the name it repeats where the config ties them; a checkpoint may then carry both.
     further_layers: the config field that counts the layers that its files have beyond the others, which predict more
-        tokens at once; they are left out.
+        tokens at once; they are left out. left_out: how the names of other tensors begin that its files may have.
     gguf_arch: the architecture's name in GGUF files. gguf_extra: config fields that follow from which tensors a GGUF
         file has. gguf_fields: GGUF metadata key -> config field.
     gguf_permuted: checkpoint names whose rows GGUF keeps in interleaved rotary order -> the config field that
@@ -57,6 +62,7 @@ class Family:
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     inert: Mapping[str, Any] = field(default_factory=dict)
     further_layers: str | None = None
+    left_out: tuple[str, ...] = ()
     gguf_arch: str | None = None
     gguf_fields: Mapping[str, str] | None = None
     gguf_extra: Callable[[Collection[str]], dict[str, Any]] = field(default=lambda names: {})
@@ -73,13 +79,16 @@ class Family:
 
     def tensors(self, params: Decoder) -> dict[str, Leaves]:
         """name -> what the tensor holds, of those that these parameters (or their shapes) have."""
-        sparse = {f".layers[{i}]" for i, each in enumerate(params.layers) if isinstance(each.mlp, MoE)}
+        kinds = {}
+        for i, each in enumerate(params.layers):
+            kinds[f".layers[{i}].mlp"] = "moe" if isinstance(each.mlp, MoE) else "dense"
+            kinds[f".layers[{i}].attention"] = "linear" if isinstance(each.attention, GDN) else "full"
         there = {}
         for path in tree.paths(params):
             there[path] = path
-            layer, block, leaf = path.partition(".mlp.")
-            if block:
-                there[f"{layer}.{'moe' if layer in sparse else 'dense'}.{leaf}"] = path
+            block = ".".join(path.split(".")[:3])
+            if block in kinds:
+                there[block.rpartition(".")[0] + "." + kinds[block] + path.removeprefix(block)] = path
         found = {}
         for name, leaves in self.held(len(params.layers)).items():
             paths = tuple(there[path] for path in leaves.paths if path in there)
@@ -88,10 +97,11 @@ class Family:
         return found
 
     def leaves_out(self, names: Collection[str], fields: Mapping[str, Any]) -> list[str]:
-        """The tensors of layers beyond the others, as many as these fields of a config say there are."""
+        """The tensors of layers beyond the others, as many as these fields of a config say there are, and others of no
+        use."""
         further = 0 if self.further_layers is None else fields.get(self.further_layers) or 0
         count = fields.get("num_hidden_layers") or 0
-        begins = tuple(f"model.layers.{i}." for i in range(count, count + further))
+        begins = (*self.left_out, *(f"model.layers.{i}." for i in range(count, count + further)))
         return [name for name in names if name.startswith(begins)] if begins else []
 
     def read_config(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "Renamed"]
 
 # Fields that say nothing about what a decoder computes, whatever their value.
 _SILENT = frozenset(
@@ -82,3 +82,20 @@ class Fields(Mapping[str, Any]):
             else:  # False too may be what is unusual: use_rope=False
                 lines.append(f"{name}={value!r}, unknown")
         return lines
+
+
+class Renamed(Mapping[str, Any]):
+    """Fields of which some are found under their usual names too."""
+
+    def __init__(self, fields: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        """names: the usual one -> the one there."""
+        self._fields, self._names = fields, names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[self._names.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...functional import DecoderConfig, MLAConfig, NormConfig, RopeConfig
+from ...functional import DecoderConfig, MLAConfig, MLPConfig, MoEConfig, NormConfig, RopeConfig
 from . import Leaves, mixture, parts
 
-__all__ = ["decoder", "mla", "sigmoid_routing"]
+__all__ = ["decoder", "feeds", "mla", "sigmoid_routing"]
 
 _ATTENTION = {
     "self_attn.q_proj": "attention.q",
@@ -35,7 +35,7 @@ INERT: dict[str, Any] = {
 }
 
 
-def mla(hf: Mapping[str, Any], norm: NormConfig, rope: RopeConfig) -> MLAConfig:
+def mla(hf: Mapping[str, Any], norm: NormConfig, rope: RopeConfig | None) -> MLAConfig:
     """Names as in transformers; the norms of the latents have an eps of their own there too, 1e-6."""
     bias = hf.get("attention_bias", False)
     return MLAConfig(
@@ -61,19 +61,27 @@ def decoder(
     """sparse: whether a layer has experts. interleaved: how rotary channels pair. routing: of `MoEConfig`."""
     norm = parts.rms(hf)
     attention = mla(hf, norm, parts.rope(hf, interleaved=interleaved))
+    dense, experts = feeds(hf, norm, hf["n_routed_experts"], mlp_bias=mlp_bias, **routing)
+    stack = parts.layers(hf, attention, [experts if each else dense for each in sparse])
+    return parts.decoder(hf, stack, norm)
+
+
+def feeds(
+    hf: Mapping[str, Any], norm: NormConfig, count: int, *, mlp_bias: bool = False, **routing: Any
+) -> tuple[MLPConfig, MoEConfig]:
+    """What follows attention in a layer without experts, and in one with so many. routing: of `MoEConfig`."""
     dense = parts.mlp(hf, hf.get("hidden_act"), bias=mlp_bias, norm=norm)
     width, shared = hf["moe_intermediate_size"], hf.get("n_shared_experts") or 0
     experts = mixture.moe(
         hf,
-        hf["n_routed_experts"],
+        count,
         width,
         norm=norm,
         shared=replace(dense, intermediate_size=shared * width, norm=None) if shared else None,
         routed_scaling_factor=hf.get("routed_scaling_factor", 1.0),
         **routing,
     )
-    stack = parts.layers(hf, attention, [experts if each else dense for each in sparse])
-    return parts.decoder(hf, stack, norm)
+    return dense, experts
 
 
 def sigmoid_routing(hf: Mapping[str, Any]) -> dict[str, Any]:

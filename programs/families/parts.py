@@ -8,6 +8,7 @@ from typing import Any
 from ...functional import (
     AttentionConfig,
     DecoderConfig,
+    GDNConfig,
     LayerConfig,
     MLAConfig,
     MLPConfig,
@@ -83,7 +84,7 @@ def mlp(hf: Mapping[str, Any], act: str | None, **options: Any) -> MLPConfig:
 
 def layers(
     hf: Mapping[str, Any],
-    attentions: AttentionConfig | MLAConfig | Sequence[AttentionConfig],
+    attentions: AttentionConfig | MLAConfig | Sequence[AttentionConfig | MLAConfig | GDNConfig],
     feeds: MLPConfig | MoEConfig | Sequence[MLPConfig | MoEConfig],
     **options: Any,
 ) -> tuple[LayerConfig, ...]:
@@ -122,10 +123,16 @@ def windows(hf: Mapping[str, Any]) -> list[int | None]:
 
 
 def rope(
-    hf: Mapping[str, Any], layer_type: str | None = None, *, partial: bool = False, interleaved: bool = False
+    hf: Mapping[str, Any],
+    layer_type: str | None = None,
+    *,
+    partial: bool = False,
+    interleaved: bool = False,
+    mrope: bool = False,
 ) -> RopeConfig:
     """`rope_parameters` of transformers 5, of one layer type where it has them by type, or `rope_theta` and
-    `rope_scaling` of older configs. partial: whether the family has a `partial_rotary_factor`."""
+    `rope_scaling` of older configs. partial: whether the family has a `partial_rotary_factor`. mrope: whether it has
+    positions of three axes."""
     found = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     if layer_type is not None:
         found = dict(found[layer_type])
@@ -140,6 +147,8 @@ def rope(
     if share != 1.0 and not partial:
         raise ValueError(f"rope_parameters: partial_rotary_factor={share} is not known to this family")
     needs, may = ROPE_TYPES[kind]
+    if mrope:
+        may = (*may, "mrope_section", "mrope_interleaved")
     context = hf.get("max_position_embeddings")
     if "max_position_embeddings" in needs:
         found["max_position_embeddings"] = context

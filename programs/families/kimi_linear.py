@@ -1,0 +1,120 @@
+"""Kimi Linear: Kimi's delta attention (KDA), latent attention without positions in every fourth layer, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...functional import DecoderConfig, GDNConfig
+from . import Family, Leaves, hybrid, latent, mixture, parts
+from .fields import Renamed
+
+_BLOCK = "block_sparse_moe"
+
+
+def _moe(module: str, path: str) -> dict[str, Leaves]:
+    """Of a layer with experts; files call the block otherwise than modules."""
+    return {
+        f"{parts.LAYER}mlp.{module}": Leaves((f"{parts.OURS}moe.{path}",), files=(f"{parts.LAYER}{_BLOCK}.{module}",))
+    }
+
+
+def _dense(each: str) -> dict[str, Leaves]:
+    """Of a layer without experts; transformers writes it under the name that it has in the others."""
+    name = f"{each}_proj.weight"
+    path, also = f"{parts.OURS}dense.{each}", f"{parts.LAYER}{_BLOCK}.{name}"
+    return {f"{parts.LAYER}mlp.{name}": Leaves((path,), also=(also,))}
+
+
+def _decay(name: str, path: str, **options: Any) -> dict[str, Leaves]:
+    """Of the decay, which modules have in a part of its own."""
+    file = f"{parts.LAYER}self_attn.{name}"
+    paths = (f"{parts.OURS}linear.{path}",)
+    return {f"{parts.LAYER}self_attn.forget_gate.{name}": Leaves(paths, files=(file,), **options)}
+
+
+_KDA = {
+    **{f"{each}_proj.weight": each for each in "kvb"},
+    "g_a_proj.weight": "z_down",
+    "g_b_proj.weight": "z_up",
+    "o_norm.weight": "o_norm",
+}
+NAMES: dict[str, str | Leaves] = {
+    **latent.NAMES,
+    **{f"{parts.LAYER}self_attn.{theirs}": f"{parts.OURS}linear.{ours}" for theirs, ours in _KDA.items()},
+    **hybrid.conv("self_attn", apart=True),
+    **_decay("f_a_proj.weight", "a_down"),
+    **_decay("f_b_proj.weight", "a_up"),
+    **_decay("dt_bias", "dt_bias"),
+    **_decay("A_log", "a_log", ones=(0, 1, 3)),
+    **_moe("gate.weight", "router"),
+    **_moe("gate.e_score_correction_bias", "correction_bias"),
+    **{
+        k: v
+        for each in ("gate", "up", "down")
+        for k, v in _moe(f"shared_experts.{each}_proj.weight", f"shared.{each}").items()
+    },
+    **_dense("gate"),
+    **_dense("up"),
+    **_dense("down"),
+    **mixture.experts(f"{_BLOCK}.experts.{{e}}.{{name}}.weight", ("w1", "w3", "w2")),
+}
+
+
+# Kimi's names of fields -> the usual ones.
+_FIELDS = {
+    "n_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "norm_topk_prob": "moe_renormalize",
+}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """transformers' `KimiLinearConfig`, as a mapping, to ours."""
+    hf = Renamed(hf, _FIELDS)
+    norm, heads, width = parts.rms(hf), hf["linear_num_heads"], hf["linear_head_dim"]
+    linear = GDNConfig(
+        hidden_size=hf["hidden_size"],
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=width,
+        value_head_dim=width,
+        conv_kernel_dim=hf.get("linear_conv_kernel_dim", 4),
+        channel_decay=True,
+        decay_rank=width,
+        gate_rank=width,
+        hidden_act=parts.activation(hf.get("hidden_act")),
+        gate_act="sigmoid",
+        gated_norm=replace(norm, scale_in_fp32=True),
+        norm=norm,
+        initializer_range=hf.get("initializer_range", 0.02),
+    )
+    attentions = hybrid.kinds(hf, linear, latent.mla(hf, norm, None), lambda i: i > 0 and i % 4 == 0)
+    dense, experts = latent.feeds(hf, norm, hf["num_experts"], **latent.sigmoid_routing(hf))
+    types = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (hf["num_hidden_layers"] - 1)
+    feeds = [{"dense": dense, "sparse": experts}[each] for each in types]
+    return parts.decoder(hf, parts.layers(hf, attentions, feeds), norm)
+
+
+def _as_it_is(name: str) -> Any:
+    return lambda hf: hf[name]
+
+
+# What transformers derives other fields from, what is computed in this way alone, and what NoPE leaves unused.
+_INERT = {
+    **{name: _as_it_is(name) for name in ("linear_attn_config", "first_k_dense_replace", "rope_theta")},
+    **{name: _as_it_is(name) for name in ("rope_parameters", "rope_scaling")},
+    "mla_use_nope": True,
+    "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True,
+}
+FAMILY = Family(
+    model_type="kimi_linear",
+    config=config,
+    names=NAMES,
+    tied={},
+    inert={**latent.INERT, **_INERT},
+    further_layers="num_nextn_predict_layers",
+)
