@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .core import wide
 from .mlp import check_activation
-from .rows import check_rows, document_of, readable, tokens_of, zero_absent
-from .shapes import check_shapes
+from .rows import check_rows, check_state, document_of, readable, tokens_of, zero_absent
+from .shapes import ShapeError, check_shapes
 
 __all__ = ["causal_conv"]
 
@@ -49,7 +49,13 @@ def causal_conv(
     act = None if activation is None else check_activation("causal_conv", "activation", activation)
     if initial_state is None:
         initial_state = x.new_zeros(states, sizes["D"], width - 1)
-    _check_state(initial_state, x, states, sizes["D"], width)
+    if initial_state.shape[-1] != width - 1:
+        turned = initial_state.shape[1:] == (width - 1, sizes["D"])
+        raise ShapeError(
+            f"causal_conv(initial_state=...): a convolution of W={width} carries W-1={width - 1} tokens, the last "
+            f"dimension of B D W-1, not {initial_state.shape[-1]}" + ("\n    fix: initial_state.mT" if turned else "")
+        )
+    check_state("causal_conv", initial_state, "N D C", states, x.dtype, {"x": (x, "B S D")})
     there = tokens_of(tokens, lengths, positions)
     there = None if there is None else there.expand(batch, tokens)
     x, state_BND = zero_absent(x, there), initial_state.mT
@@ -113,12 +119,3 @@ def _spans(there: Tensor | None, states: int, tokens: int, cu_seqlens: Tensor | 
             "    fix: bring the tokens of each row together, padding in front or behind"
         )
     return first, count
-
-
-def _check_state(state: Tensor, x: Tensor, states: int, channels: int, width: int) -> None:
-    check_shapes("causal_conv", {"N": states, "D": channels, "C": width - 1}, initial_state=(state, "N D C"))
-    if state.dtype != x.dtype:
-        raise TypeError(
-            f"causal_conv(initial_state=...): its dtype is {state.dtype}, that of x {x.dtype}\n"
-            "    fix: initial_state.to(x.dtype)"
-        )

@@ -26,7 +26,7 @@ import torch.nn.functional as tnf
 from torch import Tensor
 
 from .core import as_dtype, wide
-from .rows import check_rows, document_of, readable, tokens_of, zero_absent
+from .rows import check_rows, check_state, document_of, readable, tokens_of, zero_absent
 from .shapes import ShapeError, check_scale, check_shapes
 
 __all__ = ["gated_delta_rule_scan", "gated_delta_rule_step", "gdn_gates", "l2norm", "prepare"]
@@ -198,7 +198,8 @@ def prepare(
     states = check_rows(function, sizes["B"], sizes["S"], cu_seqlens, lengths, positions)
     dtype = torch.promote_types(torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype), torch.float32)
     if initial_state is not None:
-        _check_state(function, initial_state, {**sizes, "N": states}, dtype)
+        _check_layout(function, initial_state, sizes)
+        check_state(function, initial_state, "N H V E", states, dtype, {"q": (q, "B S K E"), "v": (v, "B S H V")})
     there = tokens_of(sizes["S"], lengths, positions)
     q, k, v, g, beta = (zero_absent(as_dtype(x, dtype), there) for x in (q, k, v, g, beta))
     _check_gates(function, g)
@@ -207,20 +208,13 @@ def prepare(
     return Rule(q, k, v, g, beta, initial_state, sizes["E"] ** -0.5 if scale is None else scale, sizes)
 
 
-def _check_state(function: str, state: Tensor, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
-    wanted = tuple(sizes[letter] for letter in "NHVE")
-    if tuple(state.shape) != wanted and tuple(state.shape) == (*wanted[:2], wanted[3], wanted[2]):
-        given, needed = (" ".join(map(str, shape)) for shape in (state.shape, wanted))
+def _check_layout(function: str, state: Tensor, sizes: Mapping[str, int]) -> None:
+    """A key-major state, which other libraries have."""
+    wanted = tuple([sizes[letter] for letter in "HVE"])
+    if tuple(state.shape[1:]) == (wanted[0], wanted[2], wanted[1]) != wanted:
         raise ShapeError(
-            f"{function}(initial_state=...): it is key-major, N H E V = {given}, and value-major is needed, "
-            f"N H V E = {needed}\n    fix: initial_state.mT"
-        )
-    known = {letter: sizes[letter] for letter in "NHVE"}
-    check_shapes(function, known, initial_state=(state, "N H V E"))
-    if state.dtype != dtype:
-        raise TypeError(
-            f"{function}(initial_state=...): its dtype is {state.dtype}, that of the computation {dtype}\n"
-            f"    fix: initial_state.to({dtype})"
+            f"{function}(initial_state=...): it is key-major, H E V = {' '.join(map(str, state.shape[1:]))}, and "
+            f"value-major is needed, H V E = {' '.join(map(str, wanted))}\n    fix: initial_state.mT"
         )
 
 

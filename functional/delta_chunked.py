@@ -40,7 +40,7 @@ def gated_delta_rule_chunked(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     positions: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
 ) -> tuple[Tensor, Tensor | None]:
     """`gated_delta_rule_scan` in chunks of `chunk_size` tokens, with the same arguments and results.
 

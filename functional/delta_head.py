@@ -57,9 +57,8 @@ def forward(
     heads = k.shape[1]
     c = _chunk(torch.cat((k, q), 2), k, *(_grouped(x, heads) for x in (v, g, beta, state)))
     o_BKGCV = scale * (c.read_q + (c.decay * c.qk[:, :, None]) @ c.write)
-    learnt_BKNE = _flat(c.write * c.to_end).mT @ k
-    kept_BHVE = state * c.from_start[..., -1, :].flatten(1, 2)[..., None]
-    return o_BKGCV.flatten(1, 2), kept_BHVE + learnt_BKNE.view(state.shape)
+    learnt_BHVE = (_flat(c.write * c.to_end).mT @ k).view(state.shape)
+    return o_BKGCV.flatten(1, 2), torch.addcmul(learnt_BHVE, state, c.from_start[..., -1:, :].flatten(1, 2))
 
 
 def backward(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .shapes import ShapeError, check_shapes
 
-__all__ = ["check_rows", "document_of", "readable", "tokens_of", "zero_absent"]
+__all__ = ["check_rows", "check_state", "document_of", "readable", "tokens_of", "zero_absent"]
 
 
 def check_rows(
@@ -61,6 +61,24 @@ def check_rows(
             "    fix: torch.cat((lengths.new_zeros(1), lengths.cumsum(0))), and a last document for padding"
         )
     return cu_seqlens.shape[0] - 1
+
+
+def check_state(
+    function: str, state: Tensor, spec: str, states: int, dtype: torch.dtype, given: dict[str, tuple[Tensor, str]]
+) -> None:
+    """Raise where a state has not a row for each row or document, the other sizes of `given` (arguments of
+    `check_shapes`), or the dtype."""
+    if state.dim() and state.shape[0] != states:
+        raise ShapeError(
+            f"{function}(initial_state=...): {states} rows or documents need a state each, and it has "
+            f"{state.shape[0]}\n    {spec} = {' '.join(map(str, state.shape))}"
+        )
+    check_shapes(function, **given, initial_state=(state, spec))
+    if state.dtype != dtype:
+        raise TypeError(
+            f"{function}(initial_state=...): its dtype is {state.dtype}, where {dtype} is carried\n"
+            f"    fix: initial_state.to({dtype})"
+        )
 
 
 def readable(x: Tensor) -> Any:
