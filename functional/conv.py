@@ -10,7 +10,10 @@ Letters: B batch, S tokens, D channels, W width, N documents, L tokens with a st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as tnf
 from torch import Tensor
 
 from .core import wide
@@ -76,12 +79,47 @@ def causal_conv(
 
 def _taps(x: Tensor, weight: Tensor) -> Tensor:
     """x `B L D`, weight `D W` -> `B L-(W-1) D`."""
-    x, w_DW = wide(x), wide(weight)
-    tokens, width = x.shape[1] - weight.shape[1] + 1, weight.shape[1]
-    y = x[:, :tokens] * w_DW[:, 0]
-    for tap in range(1, width):
-        y = torch.addcmul(y, x[:, tap : tap + tokens], w_DW[:, tap])
+    y: Tensor = _Taps.apply(wide(x), wide(weight))
     return y
+
+
+class _Taps(torch.autograd.Function):
+    """One tap after another over a block of tokens, which stays in the processor's cache. Its backward is a convolution
+    from behind, and sums of blocks; it can be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        width = weight.shape[1]
+        w_WD, parts = weight.mT.contiguous(), []
+        for here in _blocks(x.shape[1] - width + 1):
+            y = x[:, here] * w_WD[0]
+            for tap in range(1, width):
+                y = torch.addcmul(y, x[:, here.start + tap : here.stop + tap], w_WD[tap])
+            parts.append(y)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, weight), d_y = ctx.saved_tensors, grads[0]
+        width = weight.shape[1]
+        d_x = _Taps.apply(tnf.pad(d_y, (0, 0, width - 1, width - 1)), weight.flip(1))
+        d_weight = torch.zeros_like(weight.mT)
+        for here in _blocks(d_y.shape[1]):
+            taps = [x[:, here.start + tap : here.stop + tap] * d_y[:, here] for tap in range(width)]
+            d_weight = d_weight + torch.stack([each.sum((0, 1)) for each in taps])
+        return d_x, d_weight.mT
+
+
+def _blocks(tokens: int) -> list[slice]:
+    """A graph has one block: its compiler makes the loop."""
+    size = max(tokens, 1) if torch.compiler.is_compiling() else 32
+    return [slice(at, min(at + size, tokens)) for at in range(0, max(tokens, 1), size)]
 
 
 def _with_room(

@@ -141,18 +141,22 @@ def gated_delta_rule_step(
     """`gated_delta_rule_scan` for one token a row (S = 1), or a document (at most one each, with cu_seqlens): reads the
     state twice and writes it once."""
     rule = prepare("gated_delta_rule_step", q, k, v, g, beta, scale, initial_state, cu_seqlens, lengths, positions)
+    dtype = v.dtype
     _check_one(rule.sizes["S"], cu_seqlens)
     if cu_seqlens is not None:
         at = document_of(cu_seqlens, rule.sizes["S"])
-        o, new = _step(rule, *(x[0] for x in (rule.q, rule.k, rule.v, rule.g, rule.beta)), rule.state[at])
+        o, new = _step(rule.q[0], rule.k[0], rule.v[0], rule.g[0], rule.beta[0], rule.state[at], rule.scale)
         o, state = o[None], rule.state.index_copy(0, at, new)
     else:
-        o, state = _step(rule, *(x[:, 0] for x in (rule.q, rule.k, rule.v, rule.g, rule.beta)), rule.state)
+        q, k, v, g, beta = (x[:, 0] for x in (rule.q, rule.k, rule.v, rule.g, rule.beta))
+        o, state = _step(q, k, v, g, beta, rule.state, rule.scale)
         o = o[:, None]
-    return as_dtype(o, v.dtype), state if output_final_state else None
+    return as_dtype(o, dtype), state if output_final_state else None
 
 
-def _step(rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """q, k `B K E`, v `B H V`, g `B H` or `B H E`, beta `B H`, state `B H V E` -> o `B H V` and the new state."""
     groups = v.shape[1] // k.shape[1]
     q_BHE, k_BHE = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (q, k))
@@ -161,7 +165,7 @@ def _step(rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, 
     read_BHV2 = state @ torch.stack((decay * k_BHE, decay * q_BHE), -1)
     delta_BHV = beta[..., None] * (v - read_BHV2[..., 0])
     o_BHV = read_BHV2[..., 1] + (q_BHE * k_BHE).sum(-1, keepdim=True) * delta_BHV
-    return rule.scale * o_BHV, torch.addcmul(state * decay[:, :, None], delta_BHV[..., None], k_BHE[:, :, None])
+    return scale * o_BHV, torch.addcmul(state * decay[:, :, None], delta_BHV[..., None], k_BHE[:, :, None])
 
 
 def _check_one(tokens: int, cu_seqlens: Tensor | None) -> None:

@@ -12,6 +12,7 @@ Letters as in `delta`; C tokens of a chunk, M chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +49,8 @@ def gated_delta_rule_chunked(
     """
     check_positive("gated_delta_rule_chunked", chunk_size=chunk_size)
     rule = prepare("gated_delta_rule_chunked", q, k, v, g, beta, scale, initial_state, cu_seqlens, lengths, positions)
-    tokens, inputs = rule.sizes["S"], (rule.q, rule.k, rule.v, rule.g, rule.beta)
+    tokens = rule.sizes["S"]
+    inputs: list[Tensor] = [rule.q, rule.k, rule.v, rule.g, rule.beta]
     if tokens == 0:
         return torch.zeros_like(v), rule.state if output_final_state else None
     chunk_size = min(chunk_size, tokens)
@@ -56,14 +58,15 @@ def gated_delta_rule_chunked(
     if cu_seqlens is not None:
         begins, last, slot = _documents(cu_seqlens, tokens, chunk_size)
         room = begins.shape[0] * chunk_size
-        inputs = tuple([x.new_zeros(1, room, *x.shape[2:]).index_copy(1, slot, x) for x in inputs])
+        inputs = [x.new_zeros(1, room, *x.shape[2:]).index_copy(1, slot, x) for x in inputs]
     if rule.g.dim() == 4 and rule.sizes["K"] != rule.sizes["H"]:
         groups = rule.sizes["H"] // rule.sizes["K"]
-        inputs = tuple([x.repeat_interleave(groups, 2) for x in inputs[:2]]) + inputs[2:]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, rule.state)):
-        o, *states = _Chunked.apply(*inputs, rule.state, begins, rule.scale, chunk_size)
+        inputs[:2] = [x.repeat_interleave(groups, 2) for x in inputs[:2]]
+    inputs.append(rule.state)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        o, *states = _Chunked.apply(*inputs, begins, rule.scale, chunk_size)
     else:
-        o, *states = _forward(*inputs, rule.state, begins, rule.scale, chunk_size, keep=begins is not None)
+        o, *states = _forward(inputs, begins, rule.scale, chunk_size, keep=begins is not None)
     final = states[-1]
     if last is not None:
         o = o[:, slot]
@@ -100,27 +103,21 @@ def _begin(state: Tensor, initial: Tensor, begins: Tensor | None, chunk: int) ->
     return torch.where(document < 0, state, initial[document.clamp_min(0)])
 
 
-def _rule(g: Tensor) -> ModuleType:
-    return delta_channel if g.dim() == 4 else delta_head
+def _rule(tokens: Sequence[Tensor]) -> ModuleType:
+    return delta_channel if tokens[3].dim() == 4 else delta_head
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Tensor,
-    begins: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    keep: bool = True,
+    inputs: Sequence[Tensor], begins: Tensor | None, scale: float, chunk_size: int, keep: bool = True
 ) -> tuple[Tensor, ...]:
     """o `B S H V`, then the state after each chunk, or without `keep` the last alone."""
-    state, outputs, states = initial[:1] if begins is not None else initial, [], []
-    for chunk, here in enumerate(_chunks(v.shape[1], chunk_size)):
+    *tokens, initial = inputs
+    rule, state = _rule(tokens), initial if begins is None else initial[:1]
+    outputs: list[Tensor] = []
+    states: list[Tensor] = []
+    for chunk, here in enumerate(_chunks(tokens[0].shape[1], chunk_size)):
         state = _begin(state, initial, begins, chunk)
-        o_BHCV, state = _rule(g).forward(*(x[:, here].transpose(1, 2) for x in (q, k, v, g, beta)), state, scale)
+        o_BHCV, state = rule.forward(*(x[:, here].transpose(1, 2) for x in tokens), state, scale)
         outputs.append(o_BHCV.transpose(1, 2))
         states = [*states, state] if keep else [state]
     return torch.cat(outputs, 1), *states
@@ -133,7 +130,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        return _forward(*args)
+        *inputs, begins, scale, chunk_size = args
+        return _forward(inputs, begins, scale, chunk_size)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -146,11 +144,11 @@ class _Chunked(torch.autograd.Function):
         after = ctx.saved_tensors[7:]
         d_state, found, d_begun = torch.zeros_like(after[-1]), [], []
         for chunk, here in reversed(list(enumerate(_chunks(d_o.shape[1], ctx.chunk_size)))):
-            before = after[chunk - 1] if chunk else initial[:1] if begins is not None else initial
+            before = after[chunk - 1] if chunk else initial if begins is None else initial[:1]
             state = _begin(before, initial, begins, chunk)
             tensors = [x[:, here].transpose(1, 2) for x in inputs]
             d_here = d_o[:, here].transpose(1, 2)
-            *grads, d_state = _rule(inputs[3]).backward(*tensors, state, ctx.scale, d_here, d_state + d_states[chunk])
+            *grads, d_state = _rule(inputs).backward(*tensors, state, ctx.scale, d_here, d_state + d_states[chunk])
             found.append([x.transpose(1, 2) for x in grads])
             if begins is not None:
                 d_begun.append(d_state)

@@ -130,16 +130,19 @@ def _chunk(kq: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
 def inverse(a: Tensor) -> Tensor:
     """(1 + a)^-1 for a `... C C`, of which only what lies below the diagonal is read."""
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
-    return torch.linalg.solve_triangular(a, one, upper=False, unitriangular=True)
+    found: Tensor = torch.linalg.solve_triangular(a, one, upper=False, unitriangular=True)
+    return found
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(1, (heads, -1))
+    found: Tensor = x.unflatten(1, (heads, -1))
+    return found
 
 
 def _by_group(x: Tensor, like: Tensor) -> Tensor:
     """x `B K C (G V)`, like `B K G V E` -> `B K G C V`."""
-    return x.unflatten(-1, like.shape[2:4]).transpose(2, 3)
+    found: Tensor = x.unflatten(-1, like.shape[2:4])
+    return found.transpose(2, 3)
 
 
 def _flat(x: Tensor) -> Tensor:

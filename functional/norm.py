@@ -15,7 +15,9 @@ Letters: D width, F_i output width of the i-th projection.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 NORM_TYPES = ("rms_norm", "layer_norm")
-GATES = {"silu": tnf.silu, "sigmoid": torch.sigmoid}
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"silu": tnf.silu, "sigmoid": torch.sigmoid})
 
 
 @dataclass(frozen=True, kw_only=True)
