@@ -189,6 +189,8 @@ def gdn_project(params: GDN, x: Tensor, cfg: GDNConfig) -> Projected:
 
 def gdn_output(params: GDN, o: Tensor, z: Tensor, cfg: GDNConfig, *, wire: Wire = identity) -> Tensor:
     """o and z `B S H V` -> out `B S D`: the gated norm of each head, and the last projection."""
-    options = {"eps": cfg.gated_norm.eps, "scale_in_fp32": cfg.gated_norm.scale_in_fp32}
-    o_BSHV = gated_rms_norm(o, params.o_norm, z, activation=cfg.gate_act, **options)
+    norm = cfg.gated_norm
+    o_BSHV = gated_rms_norm(
+        o, params.o_norm, z, eps=norm.eps, activation=cfg.gate_act, scale_in_fp32=norm.scale_in_fp32
+    )
     return wire.pass_(out=linear(o_BSHV.flatten(2), params.o))

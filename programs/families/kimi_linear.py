@@ -94,7 +94,8 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     attentions = hybrid.kinds(hf, linear, latent.mla(hf, norm, None), lambda i: i > 0 and i % 4 == 0)
     dense, experts = latent.feeds(hf, norm, hf["num_experts"], **latent.sigmoid_routing(hf))
     types = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (hf["num_hidden_layers"] - 1)
-    feeds = [{"dense": dense, "sparse": experts}[each] for each in types]
+    kinds: dict[str, Any] = {"dense": dense, "sparse": experts}
+    feeds = [kinds[each] for each in types]
     return parts.decoder(hf, parts.layers(hf, attentions, feeds), norm)
 
 
