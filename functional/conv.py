@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .core import wide
 from .mlp import check_activation
-from .rows import check_rows, check_state, document_of, readable, tokens_of, zero_absent
+from .rows import check_rows, check_state, document_of, documents_before, readable, tokens_of, zero_absent
 from .shapes import ShapeError, check_shapes
 
 __all__ = ["causal_conv"]
@@ -35,6 +35,7 @@ def causal_conv(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """x `B S D`, weight `D W`, bias `D` -> y `B S D` in x's dtype, and the final state where it is asked for.
 
@@ -44,11 +45,13 @@ def causal_conv(
     cu_seqlens: `N+1` (B = 1), where each packed document begins, and the end of the last.
     lengths: `B`, the tokens of each row, which is padded behind them. positions: `B|1 S` instead, below 0 where there
     is no token: padding in front or behind, not between tokens of a row. A padded token gives zeros.
+    segment_ids: `B S`, the packed document of each token, of any batch; the initial state is that of a row's first
+    document, the final state that of its last.
     Computed in fp32 at least. Raises `ShapeError`, `TypeError`, `ValueError` before any work.
     """
     sizes = check_shapes("causal_conv", x=(x, "B S D"), weight=(weight, "D W"), bias=(bias, "D"))
     batch, tokens, width = sizes["B"], sizes["S"], sizes["W"]
-    states = check_rows("causal_conv", batch, tokens, cu_seqlens, lengths, positions)
+    states = check_rows("causal_conv", batch, tokens, cu_seqlens, lengths, positions, segment_ids)
     act = None if activation is None else check_activation("causal_conv", "activation", activation)
     if initial_state is None:
         initial_state = x.new_zeros(states, sizes["D"], width - 1)
@@ -62,24 +65,41 @@ def causal_conv(
     there = tokens_of(tokens, lengths, positions)
     there = None if there is None else there.expand(batch, tokens)
     x, state_BND = zero_absent(x, there), initial_state.mT
+    # With the state of a row, which is of its first document.
+    documents = None if segment_ids is None else documents_before(segment_ids, there)[:, 1:]
+    documents_BL = None if documents is None else tnf.pad(documents, (width - 1, 0))
     if there is None and cu_seqlens is None:
         x_BLD = torch.cat((state_BND, x), 1)
-        y, final_BND = _taps(x_BLD, weight), x_BLD[:, tokens:]
+        y, final_BND = _taps(x_BLD, weight, documents_BL), x_BLD[:, tokens:]
+        others = None if documents_BL is None else documents_BL[:, tokens:]
     else:
         x_BLD, row, begin, where = _with_room(x, states, width, cu_seqlens)
         first, count = _spans(there, states, tokens, cu_seqlens)
         slots = (begin + first)[:, None] + torch.arange(width - 1, device=x.device)
         x_BLD = x_BLD.index_put((row, slots), state_BND)
-        y, final_BND = _taps(x_BLD, weight), x_BLD[row, slots + count[:, None]]
+        last = slots + count[:, None]
+        y, final_BND = _taps(x_BLD, weight, documents_BL), x_BLD[row, last]
+        others = None if documents_BL is None else documents_BL[row, last]
         y = y if where is None else y[:, where]
+    if others is not None and documents is not None and tokens:
+        final_BND = final_BND.masked_fill((others != documents[:, -1:])[..., None], 0)
     y = y if bias is None else y + wide(bias)
     y = zero_absent((y if act is None else act(y)).to(x.dtype), there)
     return y, final_BND.mT.contiguous() if output_final_state else None
 
 
-def _taps(x: Tensor, weight: Tensor) -> Tensor:
-    """x `B L D`, weight `D W` -> `B L-(W-1) D`."""
-    y: Tensor = _Taps.apply(wide(x), wide(weight))
+def _taps(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
+    """x `B L D`, weight `D W`, documents `B L` -> `B L-(W-1) D`."""
+    if documents is None:
+        y: Tensor = _Taps.apply(wide(x), wide(weight))
+        return y
+    x_BLD, w_DW, width = wide(x), wide(weight), weight.shape[1]
+    own_BS = documents[:, width - 1 :]
+    y = x_BLD[:, width - 1 :] * w_DW[:, -1]
+    for tap in range(width - 1):
+        here = slice(tap, tap + own_BS.shape[1])
+        own = x_BLD[:, here].masked_fill((documents[:, here] != own_BS)[..., None], 0)
+        y = torch.addcmul(y, own, w_DW[:, tap])
     return y
 
 

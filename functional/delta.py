@@ -26,7 +26,7 @@ import torch.nn.functional as tnf
 from torch import Tensor
 
 from .core import as_dtype, wide
-from .rows import check_rows, check_state, document_of, readable, tokens_of, zero_absent
+from .rows import check_rows, check_state, document_of, documents_before, readable, tokens_of, zero_absent
 from .shapes import ShapeError, check_scale, check_shapes
 
 __all__ = ["gated_delta_rule_scan", "gated_delta_rule_step", "gdn_gates", "l2norm", "prepare"]
@@ -58,7 +58,7 @@ def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Ten
 @dataclass(frozen=True)
 class Rule:
     """The arguments of a rule after their checks: in fp32 at least, with what is no token zeroed (its decay is then 1
-    and its beta 0, which leaves the state as it is)."""
+    and its beta 0, which leaves the state as it is). documents: see `documents_before`."""
 
     q: Tensor
     k: Tensor
@@ -66,6 +66,7 @@ class Rule:
     g: Tensor
     beta: Tensor
     state: Tensor
+    documents: Tensor | None
     scale: float
     sizes: Mapping[str, int]
 
@@ -83,6 +84,7 @@ def gated_delta_rule_scan(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The rule token by token. q, k `B S K E`, v `B S H V`, g `B S H` or `B S H E`, beta `B S H` -> o `B S H V` in v's
     dtype, and the final state where it is asked for.
@@ -93,14 +95,20 @@ def gated_delta_rule_scan(
     cu_seqlens: `N+1` (B = 1), where each packed document begins, and the end of the last; each has its own state.
     lengths: `B`, the tokens of each row, which is padded behind them. positions: `B|1 S` instead, below 0 where there
     is no token, anywhere in a row. A padded token gives zeros and changes no state, whatever it holds.
+    segment_ids: `B S`, the packed document of each token, of any batch: where it changes, a state of zeros begins, so
+    that the initial state is that of a row's first document and the final state that of its last.
     Computed in fp32 at least. Raises `ShapeError`, `TypeError`, `ValueError` before any work.
     """
-    rule = prepare("gated_delta_rule_scan", q, k, v, g, beta, scale, initial_state, cu_seqlens, lengths, positions)
+    rule = prepare(
+        "gated_delta_rule_scan", q, k, v, g, beta, scale, initial_state, cu_seqlens, lengths, positions, segment_ids
+    )
     tokens, states = rule.sizes["S"], rule.state
     documents = None if cu_seqlens is None else document_of(cu_seqlens, tokens)
     outputs = []
     for s in range(tokens):
         state = states if documents is None else states[documents[s : s + 1]]
+        if rule.documents is not None:
+            state = state.masked_fill((rule.documents[:, s + 1] != rule.documents[:, s])[:, None, None, None], 0)
         o, state = _token(rule, s, state)
         states = state if documents is None else states.index_copy(0, documents[s : s + 1], state)
         outputs.append(o)
@@ -187,6 +195,7 @@ def prepare(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     positions: Tensor | None,
+    segment_ids: Tensor | None = None,
 ) -> Rule:
     """Check everything, then widen, zero what is no token, and begin a state where there is none."""
     gate = "B S H E" if g.dim() == 4 else "B S H"
@@ -199,7 +208,7 @@ def prepare(
             "    fix: value head h reads key head h // G, so H = K G"
         )
     check_scale(function, scale, "scale")
-    states = check_rows(function, sizes["B"], sizes["S"], cu_seqlens, lengths, positions)
+    states = check_rows(function, sizes["B"], sizes["S"], cu_seqlens, lengths, positions, segment_ids)
     dtype = torch.promote_types(torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype), torch.float32)
     if initial_state is not None:
         _check_layout(function, initial_state, sizes)
@@ -209,7 +218,9 @@ def prepare(
     _check_gates(function, g)
     if initial_state is None:
         initial_state = q.new_zeros(states, sizes["H"], sizes["V"], sizes["E"])
-    return Rule(q, k, v, g, beta, initial_state, sizes["E"] ** -0.5 if scale is None else scale, sizes)
+    documents = None if segment_ids is None else documents_before(segment_ids, there)
+    scale = sizes["E"] ** -0.5 if scale is None else scale
+    return Rule(q, k, v, g, beta, initial_state, documents, scale, sizes)
 
 
 def _check_layout(function: str, state: Tensor, sizes: Mapping[str, int]) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .delta_head import Grads, inverse
+from .delta_head import Grads, apart, begun, inverse
 
 __all__ = ["backward", "forward"]
 
@@ -40,10 +40,18 @@ class _Chunk(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    scale: float,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q, k, g `B H C E`, v `B H C V`, beta `B H C`, state `B H V E` -> o `B H C V` and the new state."""
-    c = _chunk(torch.stack((k, q), 2), k, v, g, beta, state)
+    """q, k, g `B H C E`, v `B H C V`, beta `B H C`, state `B H V E` -> o `B H C V` and the new state. documents: as in
+    `delta_head`."""
+    c = _chunk(torch.stack((k, q), 2), k, v, g, beta, state, documents)
     o = scale * (c.read[:, :, 1] + c.pairs[:, :, 1] @ c.write)
     return o, state * c.from_start[:, :, -1:] + c.write.mT @ (k * c.to_end)
 
@@ -58,10 +66,11 @@ def backward(
     scale: float,
     d_o: Tensor,
     d_state: Tensor,
+    documents: Tensor | None = None,
 ) -> Grads:
     """The gradients of the arguments, for d_o `B H C V` and d_state `B H V E` of the results."""
     kq_BH2CE = torch.stack((k, q), 2)
-    c, d_o = _chunk(kq_BH2CE, k, v, g, beta, state), d_o * scale
+    c, d_o = _chunk(kq_BH2CE, k, v, g, beta, state, documents), d_o * scale
     beta_BHC1 = beta[..., None]
     # From what is written and read, back to the tokens.
     d_write = c.pairs[:, :, 1].mT @ d_o + (k * c.to_end) @ d_state.mT
@@ -74,6 +83,8 @@ def backward(
     # From the products of tokens.
     d_a = -(d_y @ c.write.mT).tril(-1)
     d_pairs_BH2CC = torch.stack((d_a * beta_BHC1, (d_o @ c.write.mT).tril()), 2)
+    if documents is not None:
+        d_pairs_BH2CC = d_pairs_BH2CC.masked_fill(apart(documents)[:, None, None], 0)
     d_rows_BH2CE, d_columns = _pairs_backward(kq_BH2CE, k, c.sum, d_pairs_BH2CC)
     d_beta = (d_a * c.pairs[:, :, 0]).sum(-1) + (d_y * c.missing).sum(-1)
     d_kq_BH2CE = d_kq_BH2CE + d_rows_BH2CE
@@ -86,11 +97,18 @@ def backward(
     return Grads(d_kq_BH2CE[:, :, 1], d_kq_BH2CE[:, :, 0] + d_columns, d_v, d_g, d_beta, d_before)
 
 
-def _chunk(kq: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> _Chunk:
+def _chunk(
+    kq: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, documents: Tensor | None
+) -> _Chunk:
     sum_BHCE = g.double().cumsum(2)
     from_start_BHCE = sum_BHCE.to(g.dtype).exp()
     to_end_BHCE = _factor(sum_BHCE[:, :, -1:], sum_BHCE, g.dtype)
     pairs_BH2CC = _pairs(kq, k, sum_BHCE)
+    if documents is not None:
+        others_BCC = apart(documents)
+        from_start_BHCE = from_start_BHCE.masked_fill(begun(documents)[:, None, :, None], 0)
+        to_end_BHCE = to_end_BHCE.masked_fill(others_BCC[:, None, -1, :, None], 0)
+        pairs_BH2CC = pairs_BH2CC.masked_fill(others_BCC[:, None, None], 0)
     inverse_BHCC = inverse(beta[..., None] * pairs_BH2CC[:, :, 0])
     read_BH2CV = (kq * from_start_BHCE[:, :, None]) @ state.mT[:, :, None]
     missing_BHCV = v - read_BH2CV[:, :, 0]

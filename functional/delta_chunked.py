@@ -41,6 +41,7 @@ def gated_delta_rule_chunked(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     positions: Tensor | None = None,
+    segment_ids: Tensor | None = None,
     chunk_size: int = 32,
 ) -> tuple[Tensor, Tensor | None]:
     """`gated_delta_rule_scan` in chunks of `chunk_size` tokens, with the same arguments and results.
@@ -48,7 +49,9 @@ def gated_delta_rule_chunked(
     chunk_size: any; a backward holds `H V E` numbers a chunk.
     """
     check_positive("gated_delta_rule_chunked", chunk_size=chunk_size)
-    rule = prepare("gated_delta_rule_chunked", q, k, v, g, beta, scale, initial_state, cu_seqlens, lengths, positions)
+    rule = prepare(
+        "gated_delta_rule_chunked", q, k, v, g, beta, scale, initial_state, cu_seqlens, lengths, positions, segment_ids
+    )
     tokens = rule.sizes["S"]
     inputs: list[Tensor] = [rule.q, rule.k, rule.v, rule.g, rule.beta]
     if tokens == 0:
@@ -64,9 +67,9 @@ def gated_delta_rule_chunked(
         inputs[:2] = [x.repeat_interleave(groups, 2) for x in inputs[:2]]
     inputs.append(rule.state)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        o, *states = _Chunked.apply(*inputs, begins, rule.scale, chunk_size)
+        o, *states = _Chunked.apply(*inputs, begins, rule.documents, rule.scale, chunk_size)
     else:
-        o, *states = _forward(inputs, begins, rule.scale, chunk_size, keep=begins is not None)
+        o, *states = _forward(inputs, begins, rule.documents, rule.scale, chunk_size, keep=begins is not None)
     final = states[-1]
     if last is not None:
         o = o[:, slot]
@@ -103,12 +106,22 @@ def _begin(state: Tensor, initial: Tensor, begins: Tensor | None, chunk: int) ->
     return torch.where(document < 0, state, initial[document.clamp_min(0)])
 
 
+def _of(documents: Tensor | None, here: slice) -> Tensor | None:
+    """Of the token before a chunk and of each in it."""
+    return None if documents is None else documents[:, here.start : here.stop + 1]
+
+
 def _rule(tokens: Sequence[Tensor]) -> ModuleType:
     return delta_channel if tokens[3].dim() == 4 else delta_head
 
 
 def _forward(
-    inputs: Sequence[Tensor], begins: Tensor | None, scale: float, chunk_size: int, keep: bool = True
+    inputs: Sequence[Tensor],
+    begins: Tensor | None,
+    documents: Tensor | None,
+    scale: float,
+    chunk_size: int,
+    keep: bool = True,
 ) -> tuple[Tensor, ...]:
     """o `B S H V`, then the state after each chunk, or without `keep` the last alone."""
     *tokens, initial = inputs
@@ -117,7 +130,8 @@ def _forward(
     states: list[Tensor] = []
     for chunk, here in enumerate(_chunks(tokens[0].shape[1], chunk_size)):
         state = _begin(state, initial, begins, chunk)
-        o_BHCV, state = rule.forward(*(x[:, here].transpose(1, 2) for x in tokens), state, scale)
+        own = _of(documents, here)
+        o_BHCV, state = rule.forward(*(x[:, here].transpose(1, 2) for x in tokens), state, scale, own)
         outputs.append(o_BHCV.transpose(1, 2))
         states = [*states, state] if keep else [state]
     return torch.cat(outputs, 1), *states
@@ -130,8 +144,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        *inputs, begins, scale, chunk_size = args
-        return _forward(inputs, begins, scale, chunk_size)
+        *inputs, begins, documents, scale, chunk_size = args
+        return _forward(inputs, begins, documents, scale, chunk_size)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -140,15 +154,17 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor, *d_states: Tensor) -> Any:
-        *inputs, initial, begins = ctx.saved_tensors[:7]
-        after = ctx.saved_tensors[7:]
+        *inputs, initial, begins, documents = ctx.saved_tensors[:8]
+        after = ctx.saved_tensors[8:]
         d_state, found, d_begun = torch.zeros_like(after[-1]), [], []
         for chunk, here in reversed(list(enumerate(_chunks(d_o.shape[1], ctx.chunk_size)))):
             before = after[chunk - 1] if chunk else initial if begins is None else initial[:1]
             state = _begin(before, initial, begins, chunk)
             tensors = [x[:, here].transpose(1, 2) for x in inputs]
             d_here = d_o[:, here].transpose(1, 2)
-            *grads, d_state = _rule(inputs).backward(*tensors, state, ctx.scale, d_here, d_state + d_states[chunk])
+            d_state = d_state + d_states[chunk]
+            own = _of(documents, here)
+            *grads, d_state = _rule(inputs).backward(*tensors, state, ctx.scale, d_here, d_state, own)
             found.append([x.transpose(1, 2) for x in grads])
             if begins is not None:
                 d_begun.append(d_state)
@@ -158,4 +174,4 @@ class _Chunked(torch.autograd.Function):
             d_all = torch.cat(d_begun[::-1]).masked_fill((begins < 0)[:, None, None, None], 0)
             d_state = torch.zeros_like(initial).index_add(0, begins.clamp_min(0), d_all)
         d_inputs = [torch.cat(parts[::-1], 1) for parts in zip(*found, strict=True)]
-        return *d_inputs, d_state, None, None, None
+        return *d_inputs, d_state, None, None, None, None

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Grads", "backward", "forward", "inverse"]
+__all__ = ["Grads", "apart", "backward", "begun", "forward", "inverse"]
 
 
 class Grads(NamedTuple):
@@ -51,11 +51,21 @@ class _Chunk(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    scale: float,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q, k `B K C E`, v `B H C V`, g, beta `B H C`, state `B H V E` -> o `B H C V` and the new state."""
+    """q, k `B K C E`, v `B H C V`, g, beta `B H C`, state `B H V E` -> o `B H C V` and the new state.
+
+    documents: `B C+1`, of what the state has seen last, then of each token: a token sees those of its own alone.
+    """
     heads = k.shape[1]
-    c = _chunk(torch.cat((k, q), 2), k, *(_grouped(x, heads) for x in (v, g, beta, state)))
+    c = _chunk(torch.cat((k, q), 2), k, *(_grouped(x, heads) for x in (v, g, beta, state)), documents)
     o_BKGCV = scale * (c.read_q + (c.decay * c.qk[:, :, None]) @ c.write)
     learnt_BHVE = (_flat(c.write * c.to_end).mT @ k).view(state.shape)
     return o_BKGCV.flatten(1, 2), torch.addcmul(learnt_BHVE, state, c.from_start[..., -1:, :].flatten(1, 2))
@@ -71,12 +81,13 @@ def backward(
     scale: float,
     d_o: Tensor,
     d_state: Tensor,
+    documents: Tensor | None = None,
 ) -> Grads:
     """The gradients of the arguments, for d_o `B H C V` and d_state `B H V E` of the results."""
     heads, tokens = k.shape[1], k.shape[2]
     kq_BKCE = torch.cat((k, q), 2)
     v, g, beta, state, d_state = (_grouped(x, heads) for x in (v, g, beta, state, d_state))
-    c, d_o_BKGCV = _chunk(kq_BKCE, k, v, g, beta, state), _grouped(d_o, heads) * scale
+    c, d_o_BKGCV = _chunk(kq_BKCE, k, v, g, beta, state, documents), _grouped(d_o, heads) * scale
     beta_BKGC1 = beta[..., None]
     # From what is written and read, back to the tokens.
     d_end_BKGCV = c.to_end * _by_group(k @ d_state.flatten(2, 3).mT, d_state)
@@ -106,14 +117,19 @@ def backward(
     return Grads(d_kq_BKCE[:, :, tokens:], d_k, *(x.flatten(1, 2) for x in (d_v_BKGCV, d_g, d_beta, d_before)))
 
 
-def _chunk(kq: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> _Chunk:
+def _chunk(
+    kq: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, documents: Tensor | None
+) -> _Chunk:
     tokens = k.shape[2]
     # Sums in fp64: a small decay after large ones would be lost in their difference.
     sum_BKGC = g.double().cumsum(-1)
     pair_BKGCC = (sum_BKGC[..., None] - sum_BKGC[..., None, :]).to(g.dtype)
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=g.device).triu(1)
-    decay_BKGCC = pair_BKGCC.masked_fill(later, -torch.inf).exp()
     from_start_BKGC1 = sum_BKGC.to(g.dtype).exp()[..., None]
+    if documents is not None:
+        later = later | apart(documents)[:, None, None]
+        from_start_BKGC1 = from_start_BKGC1.masked_fill(begun(documents)[:, None, None, :, None], 0)
+    decay_BKGCC = pair_BKGCC.masked_fill(later, -torch.inf).exp()
     kk_BKCC, qk_BKCC = (kq @ k.mT).split(tokens, 2)
     inverse_BKGCC = inverse(beta[..., None] * decay_BKGCC * kk_BKCC[:, :, None])
     read_BKGCV = _by_group(kq @ state.flatten(2, 3).mT, state)
@@ -125,6 +141,17 @@ def _chunk(kq: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
         decay_BKGCC, from_start_BKGC1, to_end_BKGC1, kk_BKCC, qk_BKCC, inverse_BKGCC,
         read_k_BKGCV, read_q_BKGCV, missing_BKGCV, write_BKGCV,
     )  # fmt: skip
+
+
+def apart(documents: Tensor) -> Tensor:
+    """documents `B C+1` -> `B C C`, which tokens are of different ones."""
+    own = documents[:, 1:]
+    return own[:, :, None] != own[:, None]
+
+
+def begun(documents: Tensor) -> Tensor:
+    """documents `B C+1` -> `B C`, which tokens are of another than the state."""
+    return documents[:, 1:] != documents[:, :1]
 
 
 def inverse(a: Tensor) -> Tensor:

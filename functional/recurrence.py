@@ -8,6 +8,8 @@ Letters: B batch, S tokens, K key heads, H value heads, E key width, V value wid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,18 @@ def short_conv(
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`causal_conv` by heads: x `B S H E`, weight `(H E) I W`, state `B (H E) W-1` -> y as x, and the new state."""
-    old = _begun(state, positions)
-    told = {} if x.shape[1] == 1 else {"positions": positions}
+    old, one = _begun(state, positions), x.shape[1] == 1
     y, new = causal_conv(
-        x.flatten(2), weight[:, 0], activation=activation, initial_state=old, output_final_state=True, **told
+        x.flatten(2),
+        weight[:, 0],
+        activation=activation,
+        initial_state=old,
+        output_final_state=True,
+        positions=None if one else positions,
+        segment_ids=None if one else segment_ids,
     )
     assert new is not None
-    if x.shape[1] == 1:  # whose padding is all of a row or nothing
+    if one:  # whose padding is all of a row or nothing
         new = _kept(new, old, positions)
     return y.view(x.shape), new
 
@@ -54,13 +61,12 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The rule of `delta` with q and k `B S K E` brought to length 1, v `B S H V`, g `B S H` or `B S H E`, beta
     `B S H`, state `B H V E` in fp32 at least -> o `B S H V` in v's dtype, and the new state."""
-    old = _begun(state, positions)
-    one = q.shape[1] == 1
-    rule = gated_delta_rule_step if one else gated_delta_rule_chunked
-    told = {}
-    o, new = rule(
-        l2norm(q), l2norm(k), v, g, beta, initial_state=old, output_final_state=True, positions=positions, **told
-    )
+    old, q, k = _begun(state, positions), l2norm(q), l2norm(k)
+    told: dict[str, Any] = {"initial_state": old, "output_final_state": True, "positions": positions}
+    if q.shape[1] == 1:
+        o, new = gated_delta_rule_step(q, k, v, g, beta, **told)
+    else:
+        o, new = gated_delta_rule_chunked(q, k, v, g, beta, **told, segment_ids=segment_ids)
     assert new is not None
     return o, _kept(new, old, positions)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .shapes import ShapeError, check_shapes
 
-__all__ = ["check_rows", "check_state", "document_of", "readable", "tokens_of", "zero_absent"]
+__all__ = ["check_rows", "check_state", "document_of", "documents_before", "readable", "tokens_of", "zero_absent"]
 
 
 def check_rows(
@@ -27,11 +27,18 @@ def check_rows(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
     positions: Tensor | None,
+    segment_ids: Tensor | None = None,
 ) -> int:
     """How many states there are: N with `cu_seqlens`, else B. Raises where the arguments contradict the row or each
     other; values are read on the CPU alone, where that does not wait for a device, and outside of a trace."""
     sizes = {"B": batch, "S": tokens}
-    check_shapes(function, sizes, lengths=(lengths, "B"), positions=(positions, "B? S"))
+    given = {"lengths": (lengths, "B"), "positions": (positions, "B? S"), "segment_ids": (segment_ids, "B S")}
+    check_shapes(function, sizes, **given)
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError(
+            f"{function}(segment_ids=...): cu_seqlens says already which documents there are\n"
+            "    fix: pass cu_seqlens alone, or segment_ids for a batch of packed rows"
+        )
     if lengths is not None and (cu_seqlens is not None or positions is not None):
         other = "positions" if cu_seqlens is None else "cu_seqlens"
         raise ValueError(
@@ -101,6 +108,17 @@ def tokens_of(tokens: int, lengths: Tensor | None, positions: Tensor | None) -> 
 def zero_absent(x: Tensor, there: Tensor | None) -> Tensor:
     """x `B S ...` with what is no token zeroed: a weight or a gradient of 0 times a NaN is NaN."""
     return x if there is None else x.masked_fill(~there[(..., *[None] * (x.dim() - 2))], 0)
+
+
+def documents_before(segment_ids: Tensor, there: Tensor | None) -> Tensor:
+    """segment_ids `B S` -> `B S+1`: which document of its row the token before each is of, counted from 0, and the last
+    token. Neighbours with other ids are of other documents; padding is of that in front of it."""
+    if there is not None:
+        there = there.expand_as(segment_ids)
+        at = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+        segment_ids = segment_ids.gather(1, torch.where(there, at, 0).cummax(1).values)
+    new = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return torch.nn.functional.pad(new, (min(2, segment_ids.shape[1] + 1), 0)).long().cumsum(1)
 
 
 def document_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
