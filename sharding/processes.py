@@ -2,7 +2,8 @@
 
 The only file that touches torch's functional collectives. They trace: under `torch.compile` an exchange is a node of
 the graph and its wait another. gloo gives garbage, or ends the process, where two ranks expect different sizes, and
-refuses uneven gathers; so the plan has raised before, and what is uneven goes as an all-to-all with a local sum.
+refuses uneven gathers; so the plan has raised before, and what is uneven goes as an all-to-all, with a local sum where
+one is due. On a CPU, where gloo's all-to-all is its fastest collective, gathers and reduce-scatters all go so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import datetime
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -82,13 +84,18 @@ class ProcessGroup:
         return self.groups[axes]
 
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
-        """Equal blocks gather; uneven ones go to everybody, one by one."""
+        """Equal blocks gather; uneven ones go to everybody, one by one. So do all on a CPU: gloo's own all-gather hands
+        blocks round, each step after the one before, and takes as long among two ranks, among four 1.2 to 1.4 times."""
         self._agree("all-gather", x, counts, counts, axes, call)
         n = self.members[axes]
-        if _equal(counts):
+        if _equal(counts) and x.device.type != "cpu":
             return self._run("all-gather", _all_gather, x, (n,), axes, call)
         how = (_scaled(x, counts), _scaled(x, [x.shape[0]] * n))
-        return self._run("all-gather", _all_to_all, x.repeat(n), how, axes, call)
+        if torch.compiler.is_compiling() or x.device.type != "cpu":
+            return self._run("all-gather", _all_to_all, x.repeat(n), how, axes, call)
+        copies = self.spare.take(x, n * x.shape[0])
+        copies.view(n, -1).copy_(x)
+        return self._run("all-gather", _all_to_all, copies, how, axes, call, after=partial(self.spare.give, copies))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks are summed on their way, uneven ones where they arrive. So are all on a CPU: gloo's own
@@ -142,12 +149,13 @@ class ProcessGroup:
         axes: tuple[str, ...],
         call: Call,
         blocks: int = 0,
+        after: Callable[[], None] | None = None,
     ) -> Work:
         name, carried = self.names[axes], _bytes(x)
         if torch.compiler.is_compiling():
             return _Work(op(carried, *how, name), x.dtype, blocks)
         with _Explained(f"{kind} over {'/'.join(axes)}", self, axes, call) as explained:
-            return _Work(op(carried, *how, name), x.dtype, blocks, explained)
+            return _Work(op(carried, *how, name), x.dtype, blocks, explained, after)
 
 
 # What gloo carries, and adds up; other dtypes go as bytes and are added where they arrive.
@@ -199,10 +207,17 @@ def keep_collectives() -> Any:
 
 
 class _Work:
-    """blocks: how many have to be added up once they are here."""
+    """blocks: how many have to be added up once they are here. after: what is to be done then."""
 
-    def __init__(self, value: Tensor, dtype: torch.dtype, blocks: int, explained: _Explained | None = None) -> None:
-        self.value, self.dtype, self.blocks, self.explained = value, dtype, blocks, explained
+    def __init__(
+        self,
+        value: Tensor,
+        dtype: torch.dtype,
+        blocks: int,
+        explained: _Explained | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        self.value, self.dtype, self.blocks, self.explained, self.after = value, dtype, blocks, explained, after
 
     def wait(self) -> Tensor:
         if self.explained is None:
@@ -210,6 +225,8 @@ class _Work:
         else:
             with self.explained:
                 value = _ops.wait_tensor(self.value)
+        if self.after is not None:
+            self.after()
         if value.dtype != self.dtype:
             value = value.view(self.dtype)
         if self.blocks:
