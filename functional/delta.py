@@ -162,9 +162,9 @@ def _step(
     q_BHE, k_BHE = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (q, k))
     decay = _decay(g)
     # One product reads the state for key and query; the query then adds what the token wrote.
-    read_BHV2 = state @ torch.stack((decay * k_BHE, decay * q_BHE), -1)
-    delta_BHV = beta[..., None] * (v - read_BHV2[..., 0])
-    o_BHV = read_BHV2[..., 1] + (q_BHE * k_BHE).sum(-1, keepdim=True) * delta_BHV
+    read_BH2V = torch.stack((decay * k_BHE, decay * q_BHE), 2) @ state.mT
+    delta_BHV = beta[..., None] * (v - read_BH2V[:, :, 0])
+    o_BHV = read_BH2V[:, :, 1] + (q_BHE * k_BHE).sum(-1, keepdim=True) * delta_BHV
     return scale * o_BHV, torch.addcmul(state * decay[:, :, None], delta_BHV[..., None], k_BHE[:, :, None])
 
 
