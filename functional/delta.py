@@ -5,8 +5,9 @@
     o  = scale * S q
 
 (Yang et al. 2025, arXiv:2412.06464; with a decay for each channel of the key, Kimi's delta attention, KDA,
-arXiv:2510.26692.) Three functions compute it: the scan is this definition, the chunked form (`delta_chunked`) the same by
-matrix products, the step one token. They take and return the same, under the names of flash-linear-attention.
+arXiv:2510.26692.) Three functions compute it: the scan is this definition, the chunked form (`delta_chunked`) is the
+same by matrix products, the step takes one token. They take and return the same, under the names of
+flash-linear-attention.
 
 - The state is `B H V E`, value-major (there `state_v_first`), in fp32, in fp64 for inputs in fp64.
 - g is a logarithm, at most 0: the factor of a step is exp(g).

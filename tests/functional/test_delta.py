@@ -173,7 +173,8 @@ def test_half_precision_is_as_near_as_that_of_transformers(fn, dtype):
     inputs = {name: x.detach() for name, x in case(S=70, K=2, dtype=torch.float32).items()}
     half = {name: x.to(dtype) if name in ("q", "k", "v") else x for name, x in inputs.items()}
     exact = SCAN(**{name: x.double() for name, x in half.items()})[0]
-    theirs = qwen.torch_chunk_gated_delta_rule(**{**half, "initial_state": half["initial_state"].mT})[0]
+    *tokens, state = half.values()
+    theirs = qwen.torch_chunk_gated_delta_rule(*tokens, initial_state=state.mT)[0]
     error, bound = ((o.double() - exact).norm() for o in (fn(**half)[0], theirs))
     assert error <= 1.5 * bound
 
