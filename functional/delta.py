@@ -5,8 +5,9 @@
     o  = scale * S q
 
 (Yang et al. 2025, arXiv:2412.06464; with a decay for each channel of the key, Kimi's delta attention, KDA,
-arXiv:2510.26692.) Three functions compute it: the scan is this definition, the chunked form (`chunked.py`) the same by
-matrix products, the step one token. They take and return the same, under the names of flash-linear-attention.
+arXiv:2510.26692.) Three functions compute it: the scan is this definition, the chunked form (`delta_chunked`) is the
+same by matrix products, the step takes one token. They take and return the same, under the names of
+flash-linear-attention.
 
 - The state is `B H V E`, value-major (there `state_v_first`), in fp32, in fp64 for inputs in fp64.
 - g is a logarithm, at most 0: the factor of a step is exp(g).
@@ -170,9 +171,9 @@ def _step(
     q_BHE, k_BHE = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (q, k))
     decay = _decay(g)
     # One product reads the state for key and query; the query then adds what the token wrote.
-    read_BHV2 = state @ torch.stack((decay * k_BHE, decay * q_BHE), -1)
-    delta_BHV = beta[..., None] * (v - read_BHV2[..., 0])
-    o_BHV = read_BHV2[..., 1] + (q_BHE * k_BHE).sum(-1, keepdim=True) * delta_BHV
+    read_BH2V = torch.stack((decay * k_BHE, decay * q_BHE), 2) @ state.mT
+    delta_BHV = beta[..., None] * (v - read_BH2V[:, :, 0])
+    o_BHV = read_BH2V[:, :, 1] + (q_BHE * k_BHE).sum(-1, keepdim=True) * delta_BHV
     return scale * o_BHV, torch.addcmul(state * decay[:, :, None], delta_BHV[..., None], k_BHE[:, :, None])
 
 

@@ -151,21 +151,24 @@ class _Chunked(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.scale, ctx.chunk_size = inputs
         ctx.save_for_backward(*tensors, *output[1:])
+        ctx.set_materialize_grads(False)  # of most states there is none
 
     @staticmethod
-    def backward(ctx: Any, d_o: Tensor, *d_states: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         *inputs, initial, begins, documents = ctx.saved_tensors[:8]
         after = ctx.saved_tensors[8:]
+        d_o, *d_states = grads
+        d_o = torch.zeros_like(inputs[2]) if d_o is None else d_o
         d_state, found, d_begun = torch.zeros_like(after[-1]), [], []
         for chunk, here in reversed(list(enumerate(_chunks(d_o.shape[1], ctx.chunk_size)))):
             before = after[chunk - 1] if chunk else initial if begins is None else initial[:1]
             state = _begin(before, initial, begins, chunk)
             tensors = [x[:, here].transpose(1, 2) for x in inputs]
             d_here = d_o[:, here].transpose(1, 2)
-            d_state = d_state + d_states[chunk]
-            own = _of(documents, here)
-            *grads, d_state = _rule(inputs).backward(*tensors, state, ctx.scale, d_here, d_state, own)
-            found.append([x.transpose(1, 2) for x in grads])
+            d_after, own = d_states[chunk], _of(documents, here)
+            d_state = d_state if d_after is None else d_state + d_after
+            *d_tokens, d_state = _rule(inputs).backward(*tensors, state, ctx.scale, d_here, d_state, own)
+            found.append([x.transpose(1, 2) for x in d_tokens])
             if begins is not None:
                 d_begun.append(d_state)
                 d_state = torch.where(begins[chunk] < 0, d_state, 0)

@@ -167,6 +167,18 @@ def test_half_precision_keeps_its_state_in_fp32():
         torch.testing.assert_close(state.double(), exact[1], rtol=1e-5, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fn", [SCAN, CHUNKED])
+def test_half_precision_is_as_near_as_that_of_transformers(fn, dtype):
+    inputs = {name: x.detach() for name, x in case(S=70, K=2, dtype=torch.float32).items()}
+    half = {name: x.to(dtype) if name in ("q", "k", "v") else x for name, x in inputs.items()}
+    exact = SCAN(**{name: x.double() for name, x in half.items()})[0]
+    *tokens, state = half.values()
+    theirs = qwen.torch_chunk_gated_delta_rule(*tokens, initial_state=state.mT)[0]
+    error, bound = ((o.double() - exact).norm() for o in (fn(**half)[0], theirs))
+    assert error <= 1.5 * bound
+
+
 @pytest.mark.parametrize("fn", [SCAN, CHUNKED])
 @pytest.mark.parametrize("by_channel", KINDS.values(), ids=KINDS)
 def test_transforms(by_channel, fn):
