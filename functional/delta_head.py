@@ -65,7 +65,8 @@ def forward(
     documents: `B C+1`, of what the state has seen last, then of each token: a token sees those of its own alone.
     """
     heads = k.shape[1]
-    c = _chunk(torch.cat((k, q), 2), k, *(_grouped(x, heads) for x in (v, g, beta, state)), documents)
+    v, g, beta, by_group = (_grouped(x, heads) for x in (v, g, beta, state))
+    c = _chunk(torch.cat((k, q), 2), k, v, g, beta, by_group, documents)
     o_BKGCV = scale * (c.read_q + (c.decay * c.qk[:, :, None]) @ c.write)
     learnt_BHVE = (_flat(c.write * c.to_end).mT @ k).view(state.shape)
     return o_BKGCV.flatten(1, 2), torch.addcmul(learnt_BHVE, state, c.from_start[..., -1:, :].flatten(1, 2))
