@@ -95,6 +95,9 @@ def gdn(
     )  # fmt: skip
     states = (None, None, None, None) if cache is None else (cache.q, cache.k, cache.v, cache.state)
     told = {"positions": positions, "segment_ids": ids}
+    if (index := wire.heads(of="v").kv_index) is not None:  # heads were dealt out, whatever keys they share
+        q_BSKE, k_BSKE = (t.index_select(2, index) for t in (q_BSKE, k_BSKE))
+        q_conv, k_conv = (w.unflatten(0, (-1, cfg.key_head_dim)).index_select(0, index).flatten(0, 1) for w in (q_conv, k_conv))
     q_BSKE, q_state = short_conv(q_BSKE, q_conv, states[0], activation=cfg.hidden_act, **told)
     k_BSKE, k_state = short_conv(k_BSKE, k_conv, states[1], activation=cfg.hidden_act, **told)
     v_BSHV, v_state = short_conv(v_BSHV, v_conv, states[2], activation=cfg.hidden_act, **told)

@@ -46,8 +46,9 @@ class Wire(Protocol):
         rules."""
         ...
 
-    def heads(self, *, sent: bool = False) -> Heads:
-        """What a core is told of its heads after `receive`. sent: of those that queries have before they move."""
+    def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
+        """What a core is told of its heads after `receive`. sent: of those that queries have before they move. of: the
+        edge that has query heads."""
         ...
 
     def send(self, **named: Tensor | None) -> Any:
@@ -85,7 +86,7 @@ class Identity:
     def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> Identity:
         return self
 
-    def heads(self, *, sent: bool = False) -> Heads:
+    def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         return Heads()
 
     def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -141,7 +141,7 @@ def _chain(specs: str | tuple[str, ...]) -> tuple[str, ...]:
 def _keys(name: str, chains: Mapping[str, tuple[str, ...]], more: tuple[str, ...]) -> tuple[str, ...]:
     """The edges that hold a row for each key token. Of latents and of what is made of them those that are first to hold
     all tokens: where keys and values move, as S, these."""
-    edges = {edge.rsplit(".", 1)[-1]: chain for edge, chain in chains.items()}
+    edges = {edge.rsplit(".", 1)[-1]: chain for edge, chain in chains.items() if not edge.startswith("gdn.")}
     moved = "kv" in edges and any(atom.name == "S" and atom.axes for atom in parse(edges["kv"][0]).atoms)
     first, other = ("kv", "kv_latent") if moved else ("kv_latent", "kv")
     latent = first if "kv_latent" in edges else ""

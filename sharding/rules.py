@@ -25,6 +25,7 @@ __all__ = [
     "gathered",
     "heads",
     "letters",
+    "of_part",
     "of_rows",
     "place",
     "resolve",
@@ -48,6 +49,15 @@ class LocalHeads(NamedTuple):
 
 
 @constant
+def of_part(edges: Edges, part: str) -> Edges:
+    """The edges that a part of a layer has: its own, `part.edge`, under their bare names, and those of no part beside
+    them."""
+    own = {edge.removeprefix(f"{part}."): chain for edge, chain in edges if part and edge.startswith(f"{part}.")}
+    found = {edge: own.get(edge, chain) for edge, chain in edges if "." not in edge}
+    return tuple({**found, **own}.items())
+
+
+@constant
 def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) -> Edges:
     """The specs of every edge on a mesh, for a layer of (H, K) heads.
 
@@ -58,7 +68,8 @@ def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) 
     for chain in found.values():
         for spec in chain:
             check_axes(axes, spec)
-    if heads is not None and "q" in found and _dealt(name, found, axes, heads):
+    lead = "v" if "a_log" in found else "q"  # of a gated delta net values have the most heads
+    if heads is not None and lead in found and _dealt(name, found, axes, heads, lead):
         found = {edge: [_by_query_head(spec) for spec in chain] for edge, chain in found.items()}
     return tuple((edge, tuple(map(str, chain))) for edge, chain in found.items())
 
@@ -89,9 +100,10 @@ def heads(queries: str, keys: str, axes: Axes, rank: int, sizes: Sizes) -> Local
     return LocalHeads(first, last - first, None if plain else index)
 
 
-def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[int, int]) -> bool:
-    """Whether query heads are dealt out one by one, there being fewer key/value heads than ranks."""
-    queries, (count, groups) = edges["q"], heads
+def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[int, int], lead: str) -> bool:
+    """Whether query heads are dealt out one by one, there being fewer key/value heads than ranks. lead: the edge that
+    has query heads, or what there are most of."""
+    queries, (count, groups) = edges[lead], heads
     before, after = (_axes_of_heads(spec) for spec in (queries[0], queries[-1]))
     outer, all_of_it = (math.prod(size_of(axes, axis) for axis in some) for some in (before, after))
     ranks, over = all_of_it // outer, after[len(before) :]
@@ -180,10 +192,10 @@ def _by_query_head(spec: Spec) -> Spec:
     dims: list[tuple[Atom, ...]] = []
     for dim in spec.dims:
         names = [atom.name for atom in dim]
-        if names == ["K", "G"]:
-            dims.append((replace(dim[0], name="H"),))
-        elif names == ["K"] and dim[0].axes:
-            dims.append((replace(dim[0], need="H"),))
+        if names[:2] == ["K", "G"]:
+            dims.append((replace(dim[0], name="H"), *dim[2:]))
+        elif names[0] == "K" and dim[0].axes:
+            dims.append((replace(dim[0], need="H"), *dim[1:]))
         else:
             dims.append(dim)
     return Spec(tuple(dims), spec.partial)

@@ -78,6 +78,10 @@ class Sharded:
         self.name = "this core" if name == "<lambda>" else name
         self.declared = dict(edges_of(fn)) if self.is_layer else dict(getattr(fn, "edges", CORE))
         self.chains = dict(layout.chains)
+        # A layout may have edges for a part of a model, which is this function itself.
+        self.part = name if any(edge.startswith(f"{name}.") for edge in self.chains) else ""
+        if self.part:
+            self.declared = {f"{name}.{edge}": letters for edge, letters in self.declared.items()}
         self._join()
 
     def _join(self) -> None:
@@ -167,8 +171,9 @@ class Sharded:
         device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
         known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
         wire = LayoutWire.of(
-            self.layout, at, self.sizes, whole=known.edges, cu=known.cu, ordered=known.ordered, device=device
-        )
+            self.layout, at, self.sizes, whole=known.edges, cu=known.cu, ordered=known.ordered, device=device,
+            part=self.part,
+        )  # fmt: skip
         local: dict[str, Any] = {"positions": wire.mine(known.positions), "wire": wire}
         if known.edges["q_segment_ids"] is not None:
             local["segment_ids"] = wire.mine(known.edges["q_segment_ids"])

@@ -61,7 +61,7 @@ class LayoutWire:
         """The wire before a layer has said what it is."""
         axes = constant_axes(mesh)
         known = {letter: operator.index(n) for letter, n in sizes.items()}
-        edges = dict(_resolved(layout, axes, None))
+        edges = dict(_resolved(layout, axes, None, rest.get("part", "")))
         return LayoutWire(layout, mesh, axes, operator.index(mesh.rank), known, edges, **rest)
 
     def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> LayoutWire:
@@ -81,11 +81,12 @@ class LayoutWire:
         H, K = said["H"], said["K"]
         check_heads(self.whole.get("mask"), H)
         known = {**self.sizes, **said, "G": H // K if K else 1}
-        return replace(self, sizes=known, edges=dict(_resolved(self.layout, self.axes, (H, K))), sight=sight)
+        edges = dict(_resolved(self.layout, self.axes, (H, K), self.part))
+        return replace(self, sizes=known, edges=edges, sight=sight)
 
-    def heads(self, *, sent: bool = False) -> Heads:
+    def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         sizes = tuple((letter, self.sizes[letter]) for letter in "HKG")
-        chains = [self.edges["q"], self.edges.get("k", self.edges["q"])]  # of latents no head has keys of its own
+        chains = [self.edges[of], self.edges.get("k", self.edges[of])]  # of latents no head has keys of its own
         queries, keys = (chain[0 if sent else -1] for chain in chains)
         found = rules.heads(queries, keys, self.axes, self.rank, sizes)
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
@@ -95,7 +96,7 @@ class LayoutWire:
         return rules.stays(self._chain(name), self.axes)
 
     def scope(self, name: str) -> LayoutWire:
-        return replace(self, part=name)
+        return replace(self, part=name, edges=dict(_resolved(self.layout, self.axes, None, name)))
 
     def send(self, **named: Tensor | None) -> list[_Edge]:
         edges = [self._edge(name, x) for name, x in named.items()]
@@ -144,13 +145,16 @@ class LayoutWire:
 
     def _chain(self, name: str) -> tuple[str, ...]:
         """The specs of an edge of this part."""
-        rule = f"{self.part}.{name}" if f"{self.part}.{name}" in self.edges else name
-        if rule not in self.edges:
+        if name not in self.edges:
             raise SpecError(
                 f'{self.layout.name} has no edge "{name}", which this layer passes', mesh=str(self.mesh),
                 fix=f'Layout(..., {{..., "{name}": "its spec"}})',
             )  # fmt: skip
-        return self.edges[rule]
+        return self.edges[name]
+
+    def _holds_keys(self, name: str) -> bool:
+        """Whether an edge has a row for each key token; those of a part of its own are known to that part."""
+        return name in self.layout.keys and f"{self.part}.{name}" not in dict(self.layout.chains)
 
     def _edge(self, name: str, x: Tensor | None) -> _Edge:
         chain = self._chain(name)
@@ -218,7 +222,7 @@ class LayoutWire:
     def _wanted(self, edge: _Edge) -> tuple[Ranges, ...] | None:
         """For each rank of the group in which keys are gathered, those that it wants; None for all of them."""
         axes = rules.gathered(edge.chain)
-        if self.layout.exchange == "all" or edge.name not in self.layout.keys or not axes:
+        if self.layout.exchange == "all" or not self._holds_keys(edge.name) or not axes:
             return None
         size = self.sizes["S"]
         ranks = ranks_of(self.axes, axes, self.rank)
@@ -240,7 +244,7 @@ class LayoutWire:
         x, name = edge.x, edge.name
         if x is None:
             return x
-        if name in self.layout.keys:
+        if self._holds_keys(name):
             sent = self.layout.exchange == "needed" and rules.gathered(edge.chain)  # then no others came
             keys = None if sent else self.keys()
             return x if keys is None else shards.select(x, rules.place(edge.chain[-1], "S"), keys)
@@ -287,5 +291,5 @@ def _parts(group: list[_Edge]) -> tuple[tuple[Tensor, ...], tuple[Any, ...], tup
     return tuple(xs), tuple(plan.move for plan in plans), tuple(plan.adjoint for plan in plans)
 
 
-def _resolved(layout: Layout, axes: Axes, heads: tuple[int, int] | None) -> rules.Edges:
-    return rules.of_rows(rules.resolve(layout.name, layout.chains, axes, heads))
+def _resolved(layout: Layout, axes: Axes, heads: tuple[int, int] | None, part: str) -> rules.Edges:
+    return rules.of_rows(rules.resolve(layout.name, rules.of_part(layout.chains, part), axes, heads))
