@@ -15,8 +15,9 @@ width, V value width, W convolution width, Y decays of a head (1, or E in KDA), 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .arguments import lists_unknown
@@ -58,7 +59,10 @@ class Projected(NamedTuple):
     a_log="(K G)",
     dt_bias="((K G) Y)",
     q_positions="B S",
+    k_positions="B T",
     q_segment_ids="B S",
+    k_segment_ids="B T",
+    summary="P B (K G) N E",
     o="B S (K G) V",
     out="B S D",
 )
@@ -85,32 +89,70 @@ def gdn(
     """
     check_presence("gdn", params, cfg, GDN)
     _check(params, x, cfg, positions, segment_ids, cache)
-    wire = wire.layer(H=cfg.num_value_heads, K=cfg.num_key_heads, causal=True)
+    wire = wire.layer(H=cfg.num_value_heads, K=cfg.num_key_heads, W=cfg.conv_kernel_dim)
     if positions is not None:
         positions = positions.expand(x.shape[:2])
     q, k, v, z, b, a = gdn_project(params, zero_absent(wire.pass_(x=x), tokens_of(x.shape[1], None, positions)), cfg)
-    q_BSKE, k_BSKE, v_BSHV, b_BSH, a_BSHY, q_conv, k_conv, v_conv, a_log, dt_bias, positions, ids = wire.receive(
+    q_BTKE, k_BTKE, v_BTHV, b_BSH, a_BSHY, q_conv, k_conv, v_conv, a_log, dt_bias, *whole = wire.receive(
         q=q, k=k, v=v, b=b, a=a, q_conv=params.q_conv, k_conv=params.k_conv, v_conv=params.v_conv,
-        a_log=params.a_log, dt_bias=params.dt_bias, q_positions=positions, q_segment_ids=segment_ids,
+        a_log=params.a_log, dt_bias=params.dt_bias, q_positions=positions, k_positions=positions,
+        q_segment_ids=segment_ids, k_segment_ids=segment_ids,
     )  # fmt: skip
+    positions, t_positions, ids, t_ids = whole
     states = (None, None, None, None) if cache is None else (cache.q, cache.k, cache.v, cache.state)
-    told = {"positions": positions, "segment_ids": ids}
+    told: dict[str, Any] = {"activation": cfg.hidden_act, "positions": t_positions, "segment_ids": t_ids}
     if (index := wire.heads(of="v").kv_index) is not None:  # heads were dealt out, whatever keys they share
-        q_BSKE, k_BSKE = (t.index_select(2, index) for t in (q_BSKE, k_BSKE))
+        q_BTKE, k_BTKE = (t.index_select(2, index) for t in (q_BTKE, k_BTKE))
         q_conv, k_conv = (w.unflatten(0, (-1, cfg.key_head_dim)).index_select(0, index).flatten(0, 1) for w in (q_conv, k_conv))
-    q_BSKE, q_state = short_conv(q_BSKE, q_conv, states[0], activation=cfg.hidden_act, **told)
-    k_BSKE, k_state = short_conv(k_BSKE, k_conv, states[1], activation=cfg.hidden_act, **told)
-    v_BSHV, v_state = short_conv(v_BSHV, v_conv, states[2], activation=cfg.hidden_act, **told)
+    q_BSKE, q_state = short_conv(q_BTKE, q_conv, states[0], **told)
+    k_BSKE, k_state = short_conv(k_BTKE, k_conv, states[1], **told)
+    v_BSHV, v_state = short_conv(v_BTHV, v_conv, states[2], **told)
+    if (front := v_BSHV.shape[1] - b_BSH.shape[1]) > 0:  # tokens in front of this rank's own, which those have seen
+        q_BSKE, k_BSKE, v_BSHV = (t[:, front:] for t in (q_BSKE, k_BSKE, v_BSHV))
     if not cfg.channel_decay:
         a_BSHY = a_BSHY[..., 0]
     g, beta_BSH = gdn_gates(a_BSHY, b_BSH, a_log, dt_bias.view(a_BSHY.shape[2:]))
     if cfg.allow_neg_eigval:
         beta_BSH = 2 * beta_BSH
-    o_BSHV, state = gated_delta_rule(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, states[3], **told)
+    if wire.stays("summary"):
+        told = {"positions": positions, "segment_ids": ids}
+        o_BSHV, state = gated_delta_rule(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, states[3], **told)
+    else:
+        begins = None if t_ids is None or front <= 0 else t_ids[:, front - 1] != t_ids[:, front]
+        o_BSHV = _across(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, positions, ids, begins, wire)
     o_BSHV = wire.pass_(o=o_BSHV)
     if cache is not None:
         cache = GDNCache(q=q_state, k=k_state, v=v_state, state=state)
     return gdn_output(params, o_BSHV, z, cfg, wire=wire), cache
+
+
+def _across(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, positions: Tensor | None, segment_ids: Tensor | None,
+    begins: Tensor | None, wire: Wire,
+) -> Tensor:  # fmt: skip
+    """The rule on some of the tokens, whose state comes from those before, on other ranks: o `B S H V`.
+
+    A token changes the state by a product and a sum, so that what all of them do is S -> S A + B. Both are found at
+    once, as what becomes of E more values a head that begin with one, of which no token has any. begins: `B`, rows
+    whose first token here begins a document.
+    """
+    (batch, _, heads, V), E, dtype = v.shape, q.shape[-1], wide(v).dtype
+    one_BHEE = torch.eye(E, dtype=dtype, device=v.device).expand(batch, heads, E, E)
+    if begins is not None:
+        one_BHEE = one_BHEE.masked_fill(begins[:, None, None, None], 0)
+    state_BHNE = torch.cat((one_BHEE.new_zeros(batch, heads, V, E), one_BHEE), 2)
+    v_BSHN = torch.nn.functional.pad(v.to(dtype), (0, E))
+    # Positions say what is padding, and not which rows begin.
+    there = None if positions is None else torch.where(positions < 0, -1, 1)
+    o_BSHN, state_BHNE = gated_delta_rule(q, k, v_BSHN, g, beta, state_BHNE, positions=there, segment_ids=segment_ids)
+    if not q.shape[1]:  # a rank without tokens takes part in backward too
+        state_BHNE = state_BHNE + v_BSHN.sum()
+    summary_PBHNE = wire.pass_(summary=state_BHNE[None])
+    before_BHVE = state_BHNE.new_zeros(batch, heads, V, E)
+    for part_BHNE in summary_PBHNE[: wire.place("summary")]:
+        before_BHVE = before_BHVE @ part_BHNE[:, :, V:] + part_BHNE[:, :, :V]
+    o_BSHV = o_BSHN[..., :V] + torch.einsum("bhve,bshe->bshv", before_BHVE, o_BSHN[..., V:])
+    return o_BSHV.to(v.dtype)
 
 
 def _check(

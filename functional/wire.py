@@ -68,6 +68,10 @@ class Wire(Protocol):
         computed while those gradients fly of what is received between this and the call."""
         ...
 
+    def place(self, name: str) -> int:
+        """Which of the parts of an edge that are gathered this rank's own is."""
+        ...
+
     def stays(self, name: str) -> bool:
         """Whether an edge is received as it was sent. One that moves must be sent, as what others meet it with has
         moved too."""
@@ -100,6 +104,9 @@ class Identity:
 
     def projection(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         return functools.partial(linear, weight=weight)
+
+    def place(self, name: str) -> int:
+        return 0
 
     def stays(self, name: str) -> bool:
         return True

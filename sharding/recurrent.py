@@ -1,5 +1,6 @@
 """Layouts of gated delta nets: heads move, or tokens stay and what a shard does to the state moves.
 
+    gdn_scan       tokens stay; what a shard does to the state is a product and a sum, which all ranks get
     gdn_ulysses    tokens become heads and back; a rank has whole rows of its heads, with their convolutions and gates
 
 Letters: B batch, S tokens, K key heads, G value heads a key head, E and V widths, Y decays of a head, I = 1, W width of
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from .layouts import Layout, _edges, _options
 
-__all__ = ["gdn_ulysses"]
+__all__ = ["gdn_scan", "gdn_ulysses"]
 
 
 def gdn_ulysses(
@@ -47,8 +48,46 @@ def gdn_ulysses(
         "a_log": cut(f"({heads}@ G)"),
         "dt_bias": cut(f"({heads}@ G Y)"),
         "o": f"{batch} S ({heads}{tail} G) V -> {batch} {tokens} ({heads} G) V",
-        "q_positions": f"{batch} S",
-        "q_segment_ids": f"{batch} S",
+        "summary": f"P {batch} ({heads}{tail} G) N E",
+        **_whole(batch, "S"),
     }
     name = f'gdn_ulysses("{axis}"' + _options(tp=tp, dp=dp, overlap=overlap)
     return Layout(name, found | {f"gdn.{edge}": text for edge, text in own.items()}, overlap)
+
+
+def gdn_scan(*axes: str, tp: str | None = None, dp: str | None = None, overlap: bool = False) -> Layout:
+    """Tokens stay. Each rank finds what its tokens do to a state, `H E (E+V)` numbers whatever S is; one all-gather
+    brings that to all, and each begins with the state of those before it. W-1 tokens in front of a shard come from its
+    neighbour, or from further where that has fewer.
+
+    axes: those that split the tokens, major to minor, "cp" unless given. tp, dp, overlap: as in `gdn_ulysses`.
+    """
+    axes = axes or ("cp",)
+    batch, tokens = f"B/{dp}" if dp else "B", "S" + "".join(f"/{axis}" for axis in axes)
+    heads, parts = f"K/{tp}" if tp else "K", "P" + "".join(f"/{axis}" for axis in axes)
+    around = _edges("B S H E", dp, axes, False, {}, tp)
+    found = {edge: text for edge, text in around.items() if edge not in ("q", "k", "v", "o")}
+    reached = {"q": f"{heads} E", "k": f"{heads} E", "v": f"({heads} G) V"}
+    own = {
+        **{edge: f"{batch} {tokens} {rest} -> {batch} S {rest}" for edge, rest in reached.items()},
+        "b": f"{batch} {tokens} ({heads} G)",
+        "a": f"{batch} {tokens} ({heads} G) Y",
+        "q_conv": f"({heads} E) I W",
+        "k_conv": f"({heads} E) I W",
+        "v_conv": f"({heads} G V) I W",
+        "a_log": f"({heads} G)",
+        "dt_bias": f"({heads} G Y)",
+        "summary": f"{parts} {batch} ({heads} G) N E -> P {batch} ({heads} G) N E",
+        "o": f"{batch} {tokens} ({heads} G) V",
+        **_whole(batch, tokens),
+    }
+    name = f"gdn_scan({', '.join(map(repr, axes))}".replace("'", '"') + _options(tp=tp, dp=dp, overlap=overlap)
+    return Layout(name, found | {f"gdn.{edge}": text for edge, text in own.items()}, overlap)
+
+
+def _whole(batch: str, tokens: str) -> dict[str, str]:
+    """What every rank has whole, of the tokens whose state it computes and of those that it convolves."""
+    here, there = f"{batch} {tokens}", f"{batch} T"
+    whole = f"{batch} S"
+    mine = f"{whole} -> {here}" if here != whole else whole
+    return {"q_positions": mine, "q_segment_ids": mine, "k_positions": there, "k_segment_ids": there}

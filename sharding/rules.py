@@ -30,6 +30,7 @@ __all__ = [
     "place",
     "resolve",
     "split",
+    "split_over",
     "tokens",
 ]
 
@@ -312,6 +313,12 @@ def split(text: str) -> tuple[str, ...]:
     """The letters that a spec splits, with those whose sizes they need."""
     atoms = [atom for atom in parse(text).atoms if atom.axes]
     return tuple(dict.fromkeys(name for atom in atoms for name in (atom.name, *(("H", "G") if atom.need else ()))))
+
+
+@constant
+def split_over(text: str) -> tuple[str, ...]:
+    """The axes that split the first dimension of a spec."""
+    return parse(text).dims[0][0].axes
 
 
 @constant

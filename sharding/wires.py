@@ -7,6 +7,7 @@ What is received at once and goes the same way over the same axes is packed into
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from .exchange import local
 from .functorch import transform_level
 from .late import LateProjection
 from .layouts import WHOLE, Layout
-from .mesh import Axes, Mesh, constant_axes, ranks_of
+from .mesh import Axes, Mesh, constant_axes, ranks_of, size_of
 from .moves import Planned
 from .reshard import Flight, call_of, check_transport, exchanged, noted, planned
 from .shards import Ranges
@@ -92,8 +93,12 @@ class LayoutWire:
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
         return Heads(found.offset, found.local, index)
 
+    def place(self, name: str) -> int:
+        axes = rules.split_over(self._chain(name)[0])
+        return ranks_of(self.axes, axes, self.rank).index(self.rank) if axes else 0
+
     def stays(self, name: str) -> bool:
-        return rules.stays(self._chain(name), self.axes)
+        return name not in self.edges or rules.stays(self._chain(name), self.axes)
 
     def scope(self, name: str) -> LayoutWire:
         return replace(self, part=name, edges=dict(_resolved(self.layout, self.axes, None, name)))
@@ -191,7 +196,10 @@ class LayoutWire:
 
     def _sizes(self, chain: tuple[str, ...]) -> dict[str, int]:
         letters = rules.letters(chain)
-        return {letter: size for letter, size in self.sizes.items() if letter in letters}
+        found = {letter: size for letter, size in self.sizes.items() if letter in letters}
+        if "P" in letters:  # one part a rank
+            found["P"] = math.prod(size_of(self.axes, axis) for axis in rules.split_over(chain[0]))
+        return found
 
     def _exchange(self, group: list[_Edge]) -> None:
         check_transport(self.mesh)
@@ -222,14 +230,25 @@ class LayoutWire:
     def _wanted(self, edge: _Edge) -> tuple[Ranges, ...] | None:
         """For each rank of the group in which keys are gathered, those that it wants; None for all of them."""
         axes = rules.gathered(edge.chain)
+        if axes and f"{edge.name}_conv" in self.edges:
+            return tuple(self._reached(edge.chain[0], rank) for rank in ranks_of(self.axes, axes, self.rank))
         if self.layout.exchange == "all" or not self._holds_keys(edge.name) or not axes:
             return None
         size = self.sizes["S"]
         ranks = ranks_of(self.axes, axes, self.rank)
         return documents.of_group(self.edges["q"][-1], self.axes, ranks, size, self.cu or (0, size), self.sight)
 
+    def _reached(self, text: str, rank: int) -> Ranges:
+        """The tokens of a rank's shard, and those in front that its convolution reaches."""
+        cuts = rules.cut(rules.tokens(text), self.axes, rank, (("S", self.sizes["S"]),))
+        own = cuts[0][3] if cuts else ((0, self.sizes["S"]),)
+        return tuple((max(a - self.sizes["W"] + 1, 0), b) for a, b in own if b > a)
+
     def keys(self) -> Ranges | None:
         """Which keys this rank's queries may see, where it is known that they are fewer than all."""
+        if "q_conv" in self.edges:
+            own = self._reached(self.edges["q"][0], self.rank) if len(rules.gathered(self.edges["q"])) else None
+            return None if own == ((0, self.sizes["S"]),) else own
         if not self.ordered or "q" not in self.edges or "S" not in self.sizes:
             return None
         size = self.sizes["S"]
