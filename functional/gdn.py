@@ -92,7 +92,8 @@ def gdn(
     wire = wire.layer(H=cfg.num_value_heads, K=cfg.num_key_heads, W=cfg.conv_kernel_dim)
     if positions is not None:
         positions = positions.expand(x.shape[:2])
-    q, k, v, z, b, a = gdn_project(params, zero_absent(wire.pass_(x=x), tokens_of(x.shape[1], None, positions)), cfg)
+    x_BSD = wire.pass_(x=zero_absent(x, tokens_of(x.shape[1], None, positions)))
+    q, k, v, z, b, a = gdn_project(params, x_BSD, cfg)
     q_BTKE, k_BTKE, v_BTHV, b_BSH, a_BSHY, q_conv, k_conv, v_conv, a_log, dt_bias, *whole = wire.receive(
         q=q, k=k, v=v, b=b, a=a, q_conv=params.q_conv, k_conv=params.k_conv, v_conv=params.v_conv,
         a_log=params.a_log, dt_bias=params.dt_bias, q_positions=positions, k_positions=positions,

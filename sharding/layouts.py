@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .plan import Plan
 
-__all__ = ["EDGES", "WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
+__all__ = ["AROUND", "EDGES", "WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
 
 # Edge -> its specs, as text: constants, which trace.
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
@@ -33,6 +33,9 @@ Exchange = Literal["all", "needed"]
 
 # Edges that hold what every rank has whole, and cuts itself.
 WHOLE = ("q_positions", "k_positions", "q_segment_ids", "k_segment_ids", "mask")
+
+# Edges around the heads of a layer, and around layers.
+AROUND = ("x", "out", "h", "embedded", "logits", "tokens", "targets", "weights", "rope", "rope_positions", "loss")
 
 # Edges that leave a layer: where layouts are composed, the inner one moves them first.
 OUTBOUND = ("o", "out", "h", "logits", "loss")
@@ -103,6 +106,12 @@ class Layout:
         atoms = [a for _, chain in self.chains for a in parse(chain[0]).atoms if a.name == letter]
         return max((atom.axes for atom in atoms), key=len, default=())
 
+    def part(self, name: str) -> Layout:
+        """The edges of a part alone, under their bare names: its own, and those of no part."""
+        from .rules import of_part
+
+        return Layout(self.name, of_part(self.chains, name), self.overlap, self.exchange)
+
     def plan(self, mesh: Mesh, **sizes: Any) -> Plan:
         """What attention in this layout will send, compute and keep: see `sharding.plan`."""
         from .plan import plan
@@ -142,6 +151,8 @@ def _keys(name: str, chains: Mapping[str, tuple[str, ...]], more: tuple[str, ...
     """The edges that hold a row for each key token. Of latents and of what is made of them those that are first to hold
     all tokens: where keys and values move, as S, these."""
     edges = {edge.rsplit(".", 1)[-1]: chain for edge, chain in chains.items() if not edge.startswith("gdn.")}
+    if "a_log" in edges:  # a gated delta net has a state, and no keys to look up
+        return more
     moved = "kv" in edges and any(atom.name == "S" and atom.axes for atom in parse(edges["kv"][0]).atoms)
     first, other = ("kv", "kv_latent") if moved else ("kv_latent", "kv")
     latent = first if "kv_latent" in edges else ""
@@ -162,7 +173,7 @@ def _keys(name: str, chains: Mapping[str, tuple[str, ...]], more: tuple[str, ...
 
 def _beside(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """The edges that go with queries, as their specs say it: positions, documents, mask, a parameter of each head."""
-    if "q" not in chains:
+    if "q" not in chains or "a_log" in chains:  # a gated delta net has no mask, and says the rest itself
         return {}
     first, last = parse(chains["q"][0]), parse(chains["q"][-1])
     heads = [next((dim for dim in spec.dims if dim[0].name in ("K", "H")), ()) for spec in (first, last)]

@@ -180,12 +180,16 @@ def plan(
 
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
+    layout = layout if "q" in dict(layout.chains) else layout.part("gdn")
     schedule = schedule_of(layout, mesh.axes, sizes)
-    latent = "N" in schedule.letters
+    latent, recurrent = "N" in schedule.letters, "W" in schedule.letters
     usual = {"K": sizes["H"]} if latent and "H" in sizes else {"V": sizes["E"]} if "E" in sizes and not latent else {}
-    sizes = schedule.sizes(shards.complete({**usual, **sizes}))
+    sizes = schedule.sizes(shards.complete({**usual, **({"Y": 1} if recurrent else {}), **sizes}))
+    if recurrent:
+        sizes |= {"I": 1, "P": math.prod(n for axis, n in mesh.axes if axis in layout.split("P"))}
     sight = documents.sight_of(causal, window)
     known = schedule.letters + ("KGED" if latent else "GD") + "".join(letter for letter, _ in schedule.widths)
+    known += "YIP" if recurrent else ""
     strange = [letter for letter in sizes if letter not in known]
     if strange:
         asked = ", ".join(dict.fromkeys(schedule.letters + ("D" if latent else "GD")))
@@ -212,7 +216,7 @@ def plan(
     if schedule is MATERIALISED:
         made = [_projected(r, parse(edges["k"][0]).local(sizes, mesh, r.ranks[0]), sizes) for r in made]
     exchanges = _exchanges(made)
-    own = (*schedule.inputs, *schedule.parameters, *(() if latent else ("sinks",)))
+    own = (*schedule.inputs, *schedule.parameters, *(() if latent or recurrent else ("sinks",)))
     inputs = [name for name in ("x", *own) if name in edges]
     split = {name: parse(edges[name][0]).axes for name in inputs}
     large = [axis for axis, n in mesh.axes if n > 1]
@@ -226,7 +230,7 @@ def plan(
     letters = [letter for letter in (*schedule.letters, "D") if letter in sizes]
     shown = [letter for letter in letters if latent or letter != "V" or sizes["V"] != sizes["E"]]
     used = shards.known({letter: sizes[letter] for letter in shown})
-    sees = "causal" if causal else "every key is seen"
+    sees = "a state" if recurrent else "causal" if causal else "every key is seen"
     sees += f", window {window}" * (window is not None)
     sees += f", {len(set(cu)) - 1} documents" if cu is not None else ""
     options = "".join(f'     exchange="{layout.exchange}"' for _ in [0] if layout.exchange != "all")

@@ -9,9 +9,12 @@ the convolution.
 
 from __future__ import annotations
 
+from .errors import SpecError
 from .layouts import Layout, _edges, _options
+from .spec import parse_pair
+from .steps import steps
 
-__all__ = ["gdn_scan", "gdn_ulysses"]
+__all__ = ["beside", "gdn_scan", "gdn_ulysses"]
 
 
 def gdn_ulysses(
@@ -91,3 +94,31 @@ def _whole(batch: str, tokens: str) -> dict[str, str]:
     whole = f"{batch} S"
     mine = f"{whole} -> {here}" if here != whole else whole
     return {"q_positions": mine, "q_segment_ids": mine, "k_positions": there, "k_segment_ids": there}
+
+
+def beside(attention: Layout, gdn: Layout) -> Layout:
+    """One layout for a model that has layers of both kinds: `beside(ulysses(), gdn_scan("u"))`.
+
+    Between layers activations lie as those of attention come in. Where those of gated delta nets lie otherwise, their
+    `x` moves in and their `out` back, in each of those layers, as the layout then shows. Raises `SpecError` where one
+    step does not lead from one to the other.
+    """
+    mine, own = dict(attention.chains), {e.removeprefix("gdn."): chain for e, chain in gdn.chains}
+    if "a_log" not in own or "a_log" in mine:
+        which = gdn if "a_log" not in own else attention
+        raise SpecError(f"beside(attention, gdn): {which.name} is in the place of the other", fix="attention first")
+    outer, inner = mine["x"][0], own["x"][0]
+    if outer != inner:
+        try:
+            steps(*parse_pair(f"{outer} -> {inner}"))
+            steps(*parse_pair(f"{own['out'][-1]} -> {mine['out'][-1]}"))
+        except SpecError as error:
+            raise SpecError(
+                f"{attention.name} beside {gdn.name}: activations lie as {outer} in one and as {inner} in the other, "
+                "and no one step leads from one to the other",
+                fix="layouts that split tokens over the same axes",
+            ) from error
+        own["x"], own["out"] = (outer, *own["x"]), (*own["out"], mine["out"][-1])
+    edges = {**mine, **{f"gdn.{edge}": chain for edge, chain in own.items() if mine.get(edge) != chain}}
+    name, overlap = f"{attention.name} beside {gdn.name}", attention.overlap or gdn.overlap
+    return Layout(name, tuple(edges.items()), overlap, attention.exchange, attention.keys)

@@ -79,18 +79,20 @@ def rehearse(
     has. Those that compute alike too make one class.
     """
     schedule = schedule_of(layout, mesh.axes)
+    recurrent = "W" in schedule.letters
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     if not summed(edges, sizes):
         edges.pop("out", None)
     cu = cu or (0, sizes["S"])
-    work, needs = _work_of(edges, mesh, sizes, sight, cu), _needs_of(edges, mesh, sizes, layout, schedule, sight, cu)
+    work = _state_work(edges, mesh, sizes) if recurrent else _work_of(edges, mesh, sizes, sight, cu)
+    needs = _needs_of(edges, mesh, sizes, layout, schedule, sight, cu)
     alike: dict[object, dict[tuple[Work, Needs], list[int]]] = {}
     keys = _keys(schedule, edges, mesh.axes, sizes)
     for rank in range(mesh.size):
         done, moved = work(rank), needs(rank)
         # How many keys are sent and seen differs from rank to rank, and from two on the same happens to them.
         how = tuple(t and (*(min(n, 2) for n in t.tokens), t.once) for t in moved)
-        exchanged = (tuple(key(rank) for key in keys), how, min(done.keys, 2), done.ranges)
+        exchanged = (tuple(key(rank) for key in keys), how, min(done.keys, 2), done.ranges, recurrent and done)
         alike.setdefault(exchanged, {}).setdefault((done, moved), []).append(rank)
     found = []
     for classes in alike.values():
@@ -104,7 +106,9 @@ def rehearse(
             else:
                 held, events = _combined(runs, of)
             run = runs[0]
-            flops = 2 * run.rows * (run.heads * done.pairs * (sizes["E"] + sizes["V"]) + run.multiplied(done.keys))
+            # Of a state: read for the key, written, read for the query.
+            each = 3 * sizes["E"] * sizes["N"] if recurrent else sizes["E"] + sizes["V"]
+            flops = 2 * run.rows * (run.heads * done.pairs * each + run.multiplied(done.keys))
             memory = _memory(held, events)
             found.append(
                 Rank(tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events)
@@ -143,12 +147,25 @@ def _work_of(
     return _by_place(atom, mesh, lambda rank: work(shards.held(atom, sizes, mesh.axes, mesh.coordinates(rank))))
 
 
+def _state_work(edges: Mapping[str, tuple[str, ...]], mesh: Mesh, sizes: Mapping[str, int]) -> Callable[[int], Work]:
+    """Of a gated delta net: tokens whose state a rank computes, and those that it convolves; a token meets one state."""
+    atom = atom_of(edges["b"][-1], "S")
+
+    def work(rank: int) -> Work:
+        own = shards.length(shards.held(atom, sizes, mesh.axes, mesh.coordinates(rank)))
+        seen = shards.length(rules.reached(edges["b"][-1], mesh.axes, rank, sizes["S"], sizes["W"]))
+        return Work(own, seen, own, 0)
+
+    return _by_place(atom, mesh, work)
+
+
 def _groups(
     edges: Mapping[str, tuple[str, ...]], layout: Layout, schedule: Schedule
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The axes over which only needed keys are gathered, with the edges that are gathered together."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for name in layout.keys if layout.exchange == "needed" else ():
+    reached = [name for name in schedule.inputs if f"{name}_conv" in schedule.parameters]
+    for name in (*reached, *(layout.keys if layout.exchange == "needed" and not reached else ())):
         if name in schedule.edges and (axes := rules.gathered(edges[name])):
             found.setdefault(axes, []).append(name)
     return [(axes, tuple(names)) for axes, names in found.items()]
@@ -170,7 +187,10 @@ def _needs_of(
         ) -> Traffic | None:  # fmt: skip
             ranks = mesh.ranks(gathered, rank)
             if ranks not in groups:
-                wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
+                if "W" in schedule.letters:
+                    wanted = [rules.reached(edges[names[0]][0], mesh.axes, r, size, sizes["W"]) for r in ranks]
+                else:
+                    wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
                 holds = [shards.held(keys, sizes, mesh.axes, mesh.coordinates(r)) for r in ranks]
                 groups[ranks] = documents.traffic(holds, wanted)
             # Where nobody wants anything of another, there is no exchange.
@@ -229,8 +249,9 @@ def _run(
     """One rank's part, on tensors without memory."""
     trace = Trace(Mesh(**dict(mesh.axes)).at(rank, Dry(mesh.axes, rank)))
     wire = LayoutWire.of(layout, trace.mesh, {"S": sizes["S"]}, cu=cu, device="meta").layer(
-        H=sizes["H"], K=sizes["K"], causal=sight[0], window=sight[1]
-    )
+        H=sizes["H"], K=sizes["K"], causal=sight[0], window=sight[1],
+        **{letter: sizes[letter] for letter in "W" if letter in sizes},
+    )  # fmt: skip
     (rows,) = parse(rules.rows(layout["q"][0])).local(sizes, mesh, rank)
     sizes = {**sizes, "B": rows}
     here: dict[str, Tensor] = {}
@@ -243,7 +264,7 @@ def _run(
     with meter:
         end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here)
         torch.autograd.grad(end, [*first, *weights], end.new_empty(0))
-    heads = wire.heads().local
+    heads = wire.heads(of="v" if "W" in schedule.letters else "q").local
     assert heads is not None
     kv_heads = heads if kv_heads is None else kv_heads
     return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events))

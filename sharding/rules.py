@@ -13,7 +13,7 @@ from typing import NamedTuple
 from . import shards
 from .constant import constant
 from .errors import SpecError
-from .layouts import OUTBOUND, WHOLE, gathers
+from .layouts import AROUND, OUTBOUND, WHOLE, gathers
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
 from .spec import Atom, Spec, parse
@@ -28,6 +28,7 @@ __all__ = [
     "of_part",
     "of_rows",
     "place",
+    "reached",
     "resolve",
     "split",
     "split_over",
@@ -52,9 +53,9 @@ class LocalHeads(NamedTuple):
 @constant
 def of_part(edges: Edges, part: str) -> Edges:
     """The edges that a part of a layer has: its own, `part.edge`, under their bare names, and those of no part beside
-    them."""
+    them. One that says where its output lies says all that is within it."""
     own = {edge.removeprefix(f"{part}."): chain for edge, chain in edges if part and edge.startswith(f"{part}.")}
-    found = {edge: own.get(edge, chain) for edge, chain in edges if "." not in edge}
+    found = {edge: chain for edge, chain in edges if "." not in edge and ("o" not in own or edge in AROUND)}
     return tuple({**found, **own}.items())
 
 
@@ -206,6 +207,10 @@ def _by_query_head(spec: Spec) -> Spec:
 def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool:
     """Raise `SpecError` for a layout that leaves a rank without keys that its queries may see: one that does not use an
     axis over which tokens are split, or that leaves keys split. Such a layout may be a part of another."""
+    parts = dict.fromkeys(edge.split(".")[0] for edge, _ in edges if "." in edge)
+    if parts:  # each sees its own edges, and those that are no part's
+        every = (of_part(edges, part) for part in ("", *parts))
+        return all([complete(name, each, () if "a_log" in dict(each) else keys, axes) for each in every])
     found = {edge: [parse(text) for text in chain] for edge, chain in edges}
     used = {axis for chain in found.values() for spec in chain for axis in spec.axes}
     for axis, size in axes:
@@ -256,8 +261,9 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
     inside = {e: edges[e][0 if e == "o" else -1] for e in (*_WITH_QUERIES, "o") if e in edges}
     for other, spec in outside.items():
         _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
+    met = "b" if "a_log" in edges else "q"  # of a gated delta net, whose q has tokens more to convolve
     for other, spec in inside.items():
-        _same(name, "q", edges["q"][-1], other, spec, ("S", "K", "H"), axes)
+        _same(name, met, edges[met][-1], other, spec, ("S", "K", "H"), axes)
     for other in made if "kv" in edges else ():
         _same(name, "kv_latent", edges["kv_latent"][-1], other, edges[other][0], ("S",), axes)
     # Of latent attention: heads are made by rows of kv_b, and met by queries of the same ones.
@@ -319,6 +325,14 @@ def split(text: str) -> tuple[str, ...]:
 def split_over(text: str) -> tuple[str, ...]:
     """The axes that split the first dimension of a spec."""
     return parse(text).dims[0][0].axes
+
+
+@constant
+def reached(text: str, axes: Axes, rank: int, tokens: int, width: int) -> Ranges:
+    """The tokens of a rank's shard, and those in front that a convolution of that width reaches."""
+    cuts = cut(str(next(atom for atom in parse(text).atoms if atom.name == "S")), axes, rank, (("S", tokens),))
+    own = cuts[0][3] if cuts else ((0, tokens),)
+    return tuple((max(a - width + 1, 0), b) for a, b in own if b > a)
 
 
 @constant

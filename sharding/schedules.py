@@ -13,7 +13,7 @@ from .errors import SpecError
 from .layouts import Layout
 from .mesh import Axes
 
-__all__ = ["ATTENTION", "LATENT", "MATERIALISED", "PACKED", "Schedule", "Step", "schedule_of"]
+__all__ = ["ATTENTION", "DELTA", "DELTA_SCAN", "LATENT", "MATERIALISED", "PACKED", "Schedule", "Step", "schedule_of"]
 
 
 class Step(NamedTuple):
@@ -104,10 +104,37 @@ PACKED = LATENT._replace(
 MATERIALISED = ATTENTION._replace(letters=LATENT.letters, widths=LATENT.widths)
 
 
+_OWN = ("q_conv", "k_conv", "v_conv", "a_log", "dt_bias")
+_READ = ("q", "k", "v", "b", "a", *_OWN)
+
+# A gated delta net by heads. N: values that a head's state has.
+DELTA = Schedule(
+    inputs=("q", "k", "v", "b", "a"),
+    parameters=_OWN,
+    steps=(Step("receive", _READ), Step("core", ("o",), _READ), Step("pass", ("o",))),
+    letters="BSHKEVW",
+    widths=(("N", ("V",)),),
+)
+
+# The same by tokens: what a shard does to a state goes to all, as E values more.
+DELTA_SCAN = DELTA._replace(
+    steps=(
+        Step("receive", _READ),
+        Step("core", ("summary",), _READ),
+        Step("pass", ("summary",)),
+        Step("core", ("o",), (*_READ, "summary")),
+        Step("pass", ("o",)),
+    ),
+    widths=(("N", ("V", "E")),),
+)
+
+
 def schedule_of(layout: Layout, axes: Axes, letters: Iterable[str] = ()) -> Schedule:
     """letters: of the sizes that are known, by which plain attention has latents or none. Raises `SpecError` for a
     layout of neither kind of attention."""
     edges = dict(layout.chains)
+    if all(edge in edges for edge in DELTA.edges):
+        return DELTA_SCAN if len(edges.get("summary", ())) > 1 else DELTA
     if all(edge in edges for edge in LATENT.edges):
         early = rules.stays(edges["kv_latent"], axes) and not rules.stays(edges["kv"], axes)
         return PACKED if early else LATENT

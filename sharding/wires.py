@@ -239,10 +239,7 @@ class LayoutWire:
         return documents.of_group(self.edges["q"][-1], self.axes, ranks, size, self.cu or (0, size), self.sight)
 
     def _reached(self, text: str, rank: int) -> Ranges:
-        """The tokens of a rank's shard, and those in front that its convolution reaches."""
-        cuts = rules.cut(rules.tokens(text), self.axes, rank, (("S", self.sizes["S"]),))
-        own = cuts[0][3] if cuts else ((0, self.sizes["S"]),)
-        return tuple((max(a - self.sizes["W"] + 1, 0), b) for a, b in own if b > a)
+        return rules.reached(text, self.axes, rank, self.sizes["S"], self.sizes["W"])
 
     def keys(self) -> Ranges | None:
         """Which keys this rank's queries may see, where it is known that they are fewer than all."""
