@@ -10,7 +10,7 @@ the convolution.
 from __future__ import annotations
 
 from .errors import SpecError
-from .layouts import Layout, _edges, _options
+from .layouts import AROUND, Layout, _edges, _options
 from .spec import parse_pair
 from .steps import steps
 
@@ -119,6 +119,7 @@ def beside(attention: Layout, gdn: Layout) -> Layout:
                 fix="layouts that split tokens over the same axes",
             ) from error
         own["x"], own["out"] = (outer, *own["x"]), (*own["out"], mine["out"][-1])
-    edges = {**mine, **{f"gdn.{edge}": chain for edge, chain in own.items() if mine.get(edge) != chain}}
+    kept = {edge: chain for edge, chain in own.items() if edge not in AROUND or mine.get(edge) != chain}
+    edges = {**mine, **{f"gdn.{edge}": chain for edge, chain in kept.items()}}
     name, overlap = f"{attention.name} beside {gdn.name}", attention.overlap or gdn.overlap
     return Layout(name, tuple(edges.items()), overlap, attention.exchange, attention.keys)
