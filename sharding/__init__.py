@@ -24,6 +24,7 @@ from .layouts import Layout, all_gather, hybrid, ulysses
 from .mesh import Mesh
 from .plan import Plan, diff
 from .processes import ProcessGroup, keep_collectives
+from .recurrent import beside, gdn_scan, gdn_ulysses
 from .reshard import Pending, launch, reshard
 from .shard import Sharded, shard
 from .show import Picture, show
@@ -54,11 +55,14 @@ __all__ = [
     "Transport",
     "TransportError",
     "all_gather",
+    "beside",
     "best",
     "counted_once",
     "cut",
     "diff",
     "explain",
+    "gdn_scan",
+    "gdn_ulysses",
     "hybrid",
     "keep_collectives",
     "launch",

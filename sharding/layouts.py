@@ -124,11 +124,14 @@ class Layout:
         for name, chain in self.chains:
             specs = [parse(text) for text in chain]
             if len(specs) == 1 and name not in ("q", "k", "v", "o", "x"):
-                quiet["whole on every rank" if name in WHOLE else "stay as they come"].append(name)
+                whole = name.rpartition(".")[2] in WHOLE
+                quiet["whole on every rank" if whole else "stay as they come"].append(name)
                 continue
             note = _note(name, specs)
             if self.exchange == "needed" and name in self.keys:
                 note = note.replace("all-gather", "only what is needed, all-to-all")
+            if f"{name}_conv" in dict(self.chains):
+                note = note.replace("all-gather", "W-1 tokens in front, all-to-all")
             rows.append((f"  {name}", " -> ".join(chain), note))
         more = [f"{', '.join(names)}: {what}" for what, names in quiet.items() if names]
         wrapped = [f"  {line}" for text in more for line in textwrap.wrap(text, 100)]
@@ -212,7 +215,7 @@ def _note(name: str, specs: list[Spec]) -> str:
     """What happens to an edge."""
     if len(specs) == 1:
         return "stays"
-    if name in WHOLE:
+    if name.rpartition(".")[2] in WHOLE:
         return "whole on every rank, then a slice"
     found = [step for a, b in itertools.pairwise(specs) for step in steps(a, b)]
     return ", then ".join("a slice" if s.kind == "slice" else f"{s.kind} over {'/'.join(s.axes)}" for s in found)

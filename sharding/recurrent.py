@@ -17,9 +17,7 @@ from .steps import steps
 __all__ = ["beside", "gdn_scan", "gdn_ulysses"]
 
 
-def gdn_ulysses(
-    axis: str = "u", /, *, tp: str | None = None, dp: str | None = None, overlap: bool = False
-) -> Layout:
+def gdn_ulysses(axis: str = "u", /, *, tp: str | None = None, dp: str | None = None, overlap: bool = False) -> Layout:
     """Tokens become heads: one all-to-all carries what a state is made of in, one carries what it says back. The gate
     of the output stays, as the output returns to its tokens.
 

@@ -35,9 +35,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
-    return torch_chunk_gated_delta_rule(
-        q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+    return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
 def forward(rule: Rule, given: list[Tensor]) -> Tensor:
@@ -97,7 +95,9 @@ def show(lengths: list[int], rounds: int) -> None:
             text = [f"{statistics.median(t):.0f} ({min(t):.0f} to {max(t):.0f})" for t in times.values()]
             print(f"{tokens:>7} {name:22} {text[0]:>24} {text[1]:>24} {middle[1] / middle[0]:>5.1f}x")
         kept = [saved(rule, given) / 2**20 for rule in (ours, theirs)]
-        print(f"{tokens:>7} {'kept for backward, MiB':22} {kept[0]:>24,.0f} {kept[1]:>24,.0f} {kept[1] / kept[0]:>5.1f}x")
+        print(
+            f"{tokens:>7} {'kept for backward, MiB':22} {kept[0]:>24,.0f} {kept[1]:>24,.0f} {kept[1] / kept[0]:>5.1f}x"
+        )
 
 
 # %%
