@@ -1,7 +1,7 @@
 # %% [markdown]
 # The gated delta rule in chunks, beside transformers' own chunked fallback: prefill forward, and forward and backward,
-# fp32, in the sizes of Qwen3.5 (16 key and value heads, E = V = 128), batch 1. Both get the same tensors, in one process,
-# in turn; medians and spread, and what each holds for its backward and at most. A decode step of whole models is in
+# fp32, in the sizes of Qwen3.5 (16 key and value heads, E = V = 128), batch 1. Both get the same tensors, in one
+# process, in turn; medians and spread, and what each keeps for its backward. A decode step of whole models is in
 # `gdn_decode.py`.
 
 # %%
@@ -60,20 +60,6 @@ def saved(rule: Rule, given: list[Tensor]) -> int:
         y = rule(*[x.detach().requires_grad_() for x in given])
     del y
     return sum(found.values())
-
-
-def peak(run: Callable[[], Any]) -> int:
-    """The most bytes that a call takes at once, by torch's own record."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as record:
-        run()
-    now = most = 0
-    changes = [(e.start_us(), e.nbytes()) for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        now += nbytes
-        most = max(most, now)
-    return most
 
 
 # %%
