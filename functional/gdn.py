@@ -104,9 +104,8 @@ def gdn(
     told: dict[str, Any] = {"activation": cfg.hidden_act, "positions": t_positions, "segment_ids": t_ids}
     if (index := wire.heads(of="v").kv_index) is not None:  # heads were dealt out, whatever keys they share
         q_BTKE, k_BTKE = (t.index_select(2, index) for t in (q_BTKE, k_BTKE))
-        q_conv, k_conv = (
-            w.unflatten(0, (-1, cfg.key_head_dim)).index_select(0, index).flatten(0, 1) for w in (q_conv, k_conv)
-        )
+        by_head = (each.unflatten(0, (-1, cfg.key_head_dim)) for each in (q_conv, k_conv))
+        q_conv, k_conv = (each.index_select(0, index).flatten(0, 1) for each in by_head)
     q_BSKE, q_state = short_conv(q_BTKE, q_conv, states[0], **told)
     k_BSKE, k_state = short_conv(k_BTKE, k_conv, states[1], **told)
     v_BSHV, v_state = short_conv(v_BTHV, v_conv, states[2], **told)

@@ -148,7 +148,7 @@ def _work_of(
 
 
 def _state_work(edges: Mapping[str, tuple[str, ...]], mesh: Mesh, sizes: Mapping[str, int]) -> Callable[[int], Work]:
-    """Of a gated delta net: tokens whose state a rank computes, and those that it convolves; a token meets one state."""
+    """Of a gated delta net: tokens whose state a rank computes, those that it convolves; each meets one state."""
     atom = atom_of(edges["b"][-1], "S")
 
     def work(rank: int) -> Work:
@@ -182,13 +182,13 @@ def _needs_of(
         groups: dict[tuple[int, ...], list[Traffic]] = {}
 
         def needs(
-            rank: int, gathered: tuple[str, ...] = gathered, keys: Atom = keys,
+            rank: int, gathered: tuple[str, ...] = gathered, keys: Atom = keys, first: str = edges[names[0]][0],
             groups: dict[tuple[int, ...], list[Traffic]] = groups,
         ) -> Traffic | None:  # fmt: skip
             ranks = mesh.ranks(gathered, rank)
             if ranks not in groups:
                 if "W" in schedule.letters:
-                    wanted = [rules.reached(edges[names[0]][0], mesh.axes, r, size, sizes["W"]) for r in ranks]
+                    wanted = [rules.reached(first, mesh.axes, r, size, sizes["W"]) for r in ranks]
                 else:
                     wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
                 holds = [shards.held(keys, sizes, mesh.axes, mesh.coordinates(r)) for r in ranks]

@@ -209,8 +209,9 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
     axis over which tokens are split, or that leaves keys split. Such a layout may be a part of another."""
     parts = dict.fromkeys(edge.split(".")[0] for edge, _ in edges if "." in edge)
     if parts:  # each sees its own edges, and those that are no part's
-        every = (of_part(edges, part) for part in ("", *parts))
-        return all([complete(name, each, () if "a_log" in dict(each) else keys, axes) for each in every])
+        for each in (of_part(edges, part) for part in ("", *parts)):
+            complete(name, each, () if "a_log" in dict(each) else keys, axes)
+        return True
     found = {edge: [parse(text) for text in chain] for edge, chain in edges}
     used = {axis for chain in found.values() for spec in chain for axis in spec.axes}
     for axis, size in axes:
