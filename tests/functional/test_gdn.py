@@ -1,0 +1,167 @@
+"""The gated delta net as a layer: against its formula and transformers' modules, differentiated, transformed, rounded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from meshfn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache
+
+from .gdn_cases import KINDS, close, config, formula, given, gradients, module, read, settings, total, weights, zeros
+
+HEADS = [(1, 1), (1, 3), (2, 2), (3, 1), (3, 2)]
+LENGTHS = [0, 1, 2, 3, 65]
+
+
+@pytest.mark.parametrize("S", LENGTHS)
+@pytest.mark.parametrize(("K", "G"), HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_its_formula(kind, K, G, S):
+    """The output and the gradient of every leaf and of x."""
+    cfg = config(kind, K, G)
+    params, x = weights(cfg), given(S=S)
+    out, cache = F.gdn(params, x, cfg)
+    want = formula(params, x, cfg)
+    assert cache is None
+    close(out, want, 1e-10)
+    close(gradients(total(out), params, x), gradients(total(want), params, x), 1e-10)
+
+
+@pytest.mark.parametrize("W", [2, 3, 7])
+def test_other_convolutions(W):
+    cfg = config("kimi_linear", 2, 3, E=4, V=7, conv_kernel_dim=W)
+    params, x = weights(cfg), given(B=3, S=5)
+    close(F.gdn(params, x, cfg)[0], formula(params, x, cfg), 1e-10)
+
+
+def test_the_norm_in_front():
+    norm = F.NormConfig(eps=1e-3, zero_centered=True)
+    cfg = config(norm=norm)
+    params, x = weights(cfg), given()
+    normed = F.normalize(x, params.norm.weight, **norm.options)
+    want, _ = F.gdn(dataclasses.replace(params, norm=None), normed, dataclasses.replace(cfg, norm=None))
+    out, _ = F.gdn(params, x, cfg)
+    close(gradients(total(out), params, x), gradients(total(want), params, x), 1e-12)
+
+
+@pytest.mark.parametrize("S", LENGTHS[1:])
+@pytest.mark.parametrize(("K", "G"), HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_layer_of_transformers(kind, K, G, S):
+    """Ours in fp64; theirs computes in fp32. The gradients are those of their parameters, which ours reads."""
+    theirs, params, cfg = module(kind, K, G)
+    x = given(B=3, S=S, dtype=torch.float32)
+    out, _ = F.gdn(F.tree.map(torch.Tensor.double, params), x.double(), cfg)
+    want, leaves = theirs(x), [x, *theirs.parameters()]
+    torch.testing.assert_close(out.float(), want, rtol=2e-5, atol=2e-5)
+    mine, right = torch.autograd.grad(total(out), leaves), torch.autograd.grad(total(want), leaves)
+    for a, b in zip(mine, right, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_those_of_transformers(kind):
+    """After a prompt and after steps; their state is key-major, and their convolution keeps W tokens or W-1."""
+    theirs, params, cfg = module(kind)
+    x, cache = torch.randn(2, 12, 11), zeros(cfg, dtype=torch.float32)
+    held, at = DynamicCache(config=settings(kind)), 0
+    with torch.no_grad():
+        for tokens in (7, 1, 1, 3):
+            part = x[:, at : at + tokens]
+            out, cache = F.gdn(params, part, cfg, cache=cache)
+            torch.testing.assert_close(out, theirs(part, cache=held), rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(
+                cache.state.mT, held.get_recurrent_state(0, state_idx=0), rtol=2e-5, atol=2e-5
+            )
+            conv = held.get_conv_state(0, state_idx=0)[..., -(cfg.conv_kernel_dim - 1) :]
+            torch.testing.assert_close(torch.cat((cache.q, cache.k, cache.v), 1), conv, rtol=2e-5, atol=2e-5)
+            at += tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_errs_no_more_than_transformers(kind, dtype):
+    """Against fp64 on the same rounded weights. Theirs rounds beta to half precision; here it is fp32, as g is in both,
+    so that a long decode does not drift. What is left of the error is that of the projections."""
+    mine, right = [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        theirs, _, cfg = module(kind, 3, 2, E=16, V=12)
+        theirs = theirs.to(dtype)
+        params, x = read(theirs), torch.randn(2, 65, 11).to(dtype)
+        exact = formula(F.tree.map(torch.Tensor.double, params), x.double(), cfg)
+        with torch.no_grad():
+            out = F.gdn(params, x, cfg)[0]
+            assert out.dtype == dtype
+            mine.append((out - exact).norm())
+            right.append((theirs(x) - exact).norm())
+    assert sum(mine) <= 1.5 * sum(right), (mine, right)
+
+
+def loss(params, x, cfg, cache=None):
+    return total(*F.gdn(params, x, cfg, cache=cache))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("S", [1, 37])
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+def test_transforms(kind, S, cached):
+    cfg = config(kind)
+    params, x = weights(cfg), given(S=S)
+    cache = F.tree.map(torch.randn_like, zeros(cfg)) if cached else None
+    wanted = gradients(loss(params, x, cfg, cache), params)
+    close(F.tree.paths(torch.func.grad(loss)(params, x, cfg, cache)), wanted, 1e-10)
+
+    each = torch.vmap(torch.func.grad(lambda p, row, held: total(*one(p, row, held))), in_dims=(None, 0, 0))
+    one = lambda p, row, held: F.gdn(p, row[None], cfg, cache=F.tree.map(lambda t: t[None], held))  # noqa: E731
+    for row, found in enumerate(zip(*(g for g in F.tree.leaves(each(params, x, cache))), strict=True)):
+        held = None if cache is None else F.tree.map(lambda t, row=row: t[row : row + 1], cache)
+        close(list(found), list(gradients(loss(params, x[row : row + 1], cfg, held), params).values()), 1e-10)
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    close(gradients(compiled(params, x, cfg, cache), params), wanted, 1e-10)
+    with torch.no_grad():
+        out, new = torch.compile(F.gdn, fullgraph=True, backend="aot_eager")(params, x, cfg, cache=cache)
+        want, right = F.gdn(params, x, cfg, cache=cache)
+    close(out, want, 1e-10)
+    assert not cached or close(new, right, 1e-10) is None
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    cfg = config()
+    params, x = weights(cfg), given(S=37)
+    again = checkpoint(loss, params, x, cfg, use_reentrant=False)
+    found, wanted = gradients(again, params, x), gradients(loss(params, x, cfg), params, x)
+    assert all(torch.equal(found[path], wanted[path]) for path in wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_rounds_the_projections_alone(kind):
+    """The rule, its state and the gates stay in fp32: an error of bf16, and no more of it than transformers has."""
+    theirs, params, cfg = module(kind, 3, 2)
+    x, mine, right = torch.randn(2, 65, 11), [], []
+    exact = formula(F.tree.map(torch.Tensor.double, params), x.double(), cfg)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = F.gdn(params, x, cfg)
+        want = theirs(x)
+    assert (out - exact).norm() <= 1.5 * (want - exact).norm()
+    found = torch.autograd.grad(total(out.float()), F.tree.leaves(params))
+    assert all(g.isfinite().all() for g in found)
+    del mine, right
+
+
+@pytest.mark.parametrize("S", [1, 5, 40])
+def test_autocast_with_a_cache(S):
+    cfg = config()
+    params, x, cache = weights(cfg, torch.float32), torch.randn(2, 45, 11), zeros(cfg, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        whole, end = F.gdn(params, x[:, : 5 + S], cfg, cache=cache)
+        _, cache = F.gdn(params, x[:, :5], cfg, cache=cache)
+        out, cache = F.gdn(params, x[:, 5 : 5 + S], cfg, cache=cache)
+    assert {leaf.dtype for leaf in F.tree.leaves(cache)} == {torch.float32}
+    torch.testing.assert_close(out, whole[:, 5:], rtol=2e-2, atol=2e-2)
+    close(cache, end, 1e-2)
