@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .conv import causal_conv
+from .core import as_dtype
 from .delta import gated_delta_rule_step, l2norm
 from .delta_chunked import gated_delta_rule_chunked
 from .primitive import primitive
@@ -33,8 +34,10 @@ def short_conv(
 ) -> tuple[Tensor, Tensor]:
     """`causal_conv` by heads: x `B S H E`, weight `(H E) I W`, state `B (H E) W-1` -> y as x, and the new state."""
     old, one = _begun(state, positions), x.shape[1] == 1
+    # A cache keeps its dtype under autocast, whose projections have another.
+    tokens = as_dtype(x.flatten(2), x.dtype if old is None else old.dtype)
     y, new = causal_conv(
-        x.flatten(2),
+        tokens,
         weight[:, 0],
         activation=activation,
         initial_state=old,
@@ -45,7 +48,7 @@ def short_conv(
     assert new is not None
     if one:  # whose padding is all of a row or nothing
         new = _kept(new, old, positions)
-    return y.view(x.shape), new
+    return as_dtype(y, x.dtype).view(x.shape), new
 
 
 def gated_delta_rule(

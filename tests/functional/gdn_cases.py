@@ -149,9 +149,7 @@ def close(found: Any, wanted: Any, tolerance: float) -> None:
     """Trees, mappings or tensors."""
     assert F.tree.paths(found).keys() == F.tree.paths(wanted).keys()
     for (path, a), b in zip(F.tree.paths(found).items(), F.tree.leaves(wanted), strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=tolerance, atol=tolerance, msg=lambda text, path=path: f"{path}: {text}"
-        )
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, path=path: f"{path}: {text}")
 
 
 def zeros(cfg: F.GDNConfig, batch: int = 2, dtype: torch.dtype = torch.float64) -> F.GDNCache:

@@ -10,6 +10,8 @@ from meshfn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
+from .delta_cases import CHUNKED, SCAN, STEP, all_of, case
+from .delta_cases import KINDS as DELTAS
 from .gdn_cases import KINDS, close, config, formula, given, gradients, module, read, settings, total, weights, zeros
 
 HEADS = [(1, 1), (1, 3), (2, 2), (3, 1), (3, 2)]
@@ -73,9 +75,7 @@ def test_states_are_those_of_transformers(kind):
             part = x[:, at : at + tokens]
             out, cache = F.gdn(params, part, cfg, cache=cache)
             torch.testing.assert_close(out, theirs(part, cache=held), rtol=2e-5, atol=2e-5)
-            torch.testing.assert_close(
-                cache.state.mT, held.get_recurrent_state(0, state_idx=0), rtol=2e-5, atol=2e-5
-            )
+            torch.testing.assert_close(cache.state.mT, held.get_recurrent_state(0, state_idx=0), rtol=2e-5, atol=2e-5)
             conv = held.get_conv_state(0, state_idx=0)[..., -(cfg.conv_kernel_dim - 1) :]
             torch.testing.assert_close(torch.cat((cache.q, cache.k, cache.v), 1), conv, rtol=2e-5, atol=2e-5)
             at += tokens
@@ -105,9 +105,9 @@ def loss(params, x, cfg, cache=None):
     return total(*F.gdn(params, x, cfg, cache=cache))
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("S", [1, 37])
-@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize(
+    ("kind", "S", "cached"), [("qwen3_next", 37, False), ("olmo_hybrid", 1, True), ("kimi_linear", 37, True)]
+)
 def test_transforms(kind, S, cached):
     cfg = config(kind)
     params, x = weights(cfg), given(S=S)
@@ -115,11 +115,14 @@ def test_transforms(kind, S, cached):
     wanted = gradients(loss(params, x, cfg, cache), params)
     close(F.tree.paths(torch.func.grad(loss)(params, x, cfg, cache)), wanted, 1e-10)
 
-    each = torch.vmap(torch.func.grad(lambda p, row, held: total(*one(p, row, held))), in_dims=(None, 0, 0))
-    one = lambda p, row, held: F.gdn(p, row[None], cfg, cache=F.tree.map(lambda t: t[None], held))  # noqa: E731
-    for row, found in enumerate(zip(*(g for g in F.tree.leaves(each(params, x, cache))), strict=True)):
-        held = None if cache is None else F.tree.map(lambda t, row=row: t[row : row + 1], cache)
-        close(list(found), list(gradients(loss(params, x[row : row + 1], cfg, held), params).values()), 1e-10)
+    def one(p, row, held):
+        return loss(p, row[None], cfg, None if held is None else F.tree.map(lambda t: t[None], held))
+
+    dims = (None, 0, 0 if cached else None)
+    each = F.tree.leaves(torch.vmap(torch.func.grad(one), in_dims=dims)(params, x, cache))
+    for row in range(2):
+        alone = gradients(one(params, x[row], F.tree.map(lambda t, row=row: t[row], cache) if cached else None), params)
+        close([g[row] for g in each], list(alone.values()), 1e-10)
 
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -139,19 +142,33 @@ def test_recomputed_activations_give_the_same_gradients():
     assert all(torch.equal(found[path], wanted[path]) for path in wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_autocast_rounds_the_projections_alone(kind):
-    """The rule, its state and the gates stay in fp32: an error of bf16, and no more of it than transformers has."""
-    theirs, params, cfg = module(kind, 3, 2)
-    x, mine, right = torch.randn(2, 65, 11), [], []
-    exact = formula(F.tree.map(torch.Tensor.double, params), x.double(), cfg)
+@pytest.mark.parametrize("by_channel", DELTAS.values(), ids=DELTAS)
+@pytest.mark.parametrize(("fn", "S"), [(SCAN, 5), (CHUNKED, 40), (STEP, 1)])
+def test_autocast_leaves_the_rule_in_fp32(fn, S, by_channel):
+    """Outputs, states and, in a backward under autocast too, every gradient: to the bit."""
+    inputs = case(S=S, by_channel=by_channel, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = F.gdn(params, x, cfg)
-        want = theirs(x)
-    assert (out - exact).norm() <= 1.5 * (want - exact).norm()
-    found = torch.autograd.grad(total(out.float()), F.tree.leaves(params))
-    assert all(g.isfinite().all() for g in found)
-    del mine, right
+        found = all_of(fn, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(found, all_of(fn, inputs), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_errs_no_more_than_transformers(kind):
+    """Outputs and gradients, against fp64."""
+    errors = torch.zeros(2, 2)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        theirs, params, cfg = module(kind, 3, 2)
+        x, leaves = torch.randn(2, 65, 11), list(theirs.parameters())
+        exact = formula(F.tree.map(torch.Tensor.double, params), x.double(), cfg)
+        right = torch.cat([g.flatten() for g in torch.autograd.grad(exact.square().sum(), leaves)])
+        with torch.autocast("cpu", torch.bfloat16):
+            for i, out in enumerate((F.gdn(params, x, cfg)[0], theirs(x))):
+                assert out.dtype == torch.bfloat16
+                found = torch.autograd.grad(out.float().square().sum(), leaves)
+                errors[0, i] += (out - exact).norm().item()
+                errors[1, i] += (torch.cat([g.flatten() for g in found]) - right).norm()
+    assert (errors[:, 0] <= 1.5 * errors[:, 1]).all(), errors
 
 
 @pytest.mark.parametrize("S", [1, 5, 40])
