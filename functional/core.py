@@ -254,7 +254,7 @@ def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        device = next(x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
         if device == "meta" or not torch.is_autocast_enabled(device):
             return fn(*args, **kwargs)
         with torch.autocast(device, enabled=False):
