@@ -69,7 +69,7 @@ def test_the_error_is_as_shown():
 
 
 def test_what_snippets_print_is_shown(capsys):
-    for word in ("sh.reshard(x.sin()", "layout.plan(", "print(F.balance_loss("):
+    for word in ("sh.reshard(x.sin()", "layout.plan(", "print(F.balance_loss(", "F.GDNConfig("):
         code = snippet(word)
         exec(code, {})
         printed = capsys.readouterr().out
