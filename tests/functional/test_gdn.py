@@ -101,37 +101,42 @@ def test_half_precision_errs_no_more_than_transformers(kind, dtype):
     assert sum(mine) <= 1.5 * sum(right), (mine, right)
 
 
-def loss(params, x, cfg, cache=None):
-    return total(*F.gdn(params, x, cfg, cache=cache))
+def loss(params, x, cfg, cache=None, positions=None):
+    return total(*F.gdn(params, x, cfg, cache=cache, positions=positions))
 
 
 @pytest.mark.parametrize(
     ("kind", "S", "cached"), [("qwen3_next", 37, False), ("olmo_hybrid", 1, True), ("kimi_linear", 37, True)]
 )
 def test_transforms(kind, S, cached):
+    """With a cache one row goes on, padded behind, and one begins."""
     cfg = config(kind)
-    params, x = weights(cfg), given(S=S)
-    cache = F.tree.map(torch.randn_like, zeros(cfg)) if cached else None
-    wanted = gradients(loss(params, x, cfg, cache), params)
-    close(F.tree.paths(torch.func.grad(loss)(params, x, cfg, cache)), wanted, 1e-10)
+    params, x, cache, there = weights(cfg), given(S=S), None, None
+    if cached:
+        cache, there = F.tree.map(torch.randn_like, zeros(cfg)), torch.arange(S) + torch.tensor([[5], [0]])
+        there[0, 30:] = -1
+    wanted = gradients(loss(params, x, cfg, cache, there), params)
+    close(F.tree.paths(torch.func.grad(loss)(params, x, cfg, cache, there)), wanted, 1e-10)
 
-    def one(p, row, held):
-        return loss(p, row[None], cfg, None if held is None else F.tree.map(lambda t: t[None], held))
+    def one(p, *of_row):
+        row, held, places = F.tree.map(lambda t: None if t is None else t[None], of_row)
+        return loss(p, row, cfg, held, places)
 
-    dims = (None, 0, 0 if cached else None)
-    each = F.tree.leaves(torch.vmap(torch.func.grad(one), in_dims=dims)(params, x, cache))
+    dims = (None, 0, 0, 0) if cached else (None, 0, None, None)
+    each = F.tree.leaves(torch.vmap(torch.func.grad(one), in_dims=dims)(params, x, cache, there))
     for row in range(2):
-        alone = gradients(one(params, x[row], F.tree.map(lambda t, row=row: t[row], cache) if cached else None), params)
+        of_row = F.tree.map(lambda t, row=row: None if t is None else t[row], (x, cache, there))
+        alone = gradients(one(params, *of_row), params)
         close([g[row] for g in each], list(alone.values()), 1e-10)
 
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    close(gradients(compiled(params, x, cfg, cache), params), wanted, 1e-10)
+    close(gradients(compiled(params, x, cfg, cache, there), params), wanted, 1e-10)
+    told = {"cache": cache, "positions": there}
     with torch.no_grad():
-        out, new = torch.compile(F.gdn, fullgraph=True, backend="aot_eager")(params, x, cfg, cache=cache)
-        want, right = F.gdn(params, x, cfg, cache=cache)
-    close(out, want, 1e-10)
-    assert not cached or close(new, right, 1e-10) is None
+        found = torch.compile(F.gdn, fullgraph=True, backend="aot_eager")(params, x, cfg, **told)
+        right = F.gdn(params, x, cfg, **told)
+    close(found, right, 1e-10)
 
 
 def test_recomputed_activations_give_the_same_gradients():
