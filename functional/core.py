@@ -12,6 +12,10 @@ Letters: B batch, S query tokens, T key tokens, H query heads, K key/value heads
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -20,9 +24,12 @@ from .shapes import ShapeError, check_shapes
 from .wire import edges
 
 __all__ = [
-    "as_dtype", "check_rules", "core_attention", "decode_attention", "dot_product_attention", "masked_softmax",
-    "present", "visible", "wide",
+    "as_dtype", "check_rules", "core_attention", "decode_attention", "dot_product_attention", "full_precision",
+    "masked_softmax", "present", "visible", "wide",
 ]  # fmt: skip
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @edges(
@@ -240,6 +247,20 @@ def wide(x: Tensor) -> Tensor:
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x itself where it has the dtype, which `Tensor.to` would leave a node of in a graph."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def full_precision(fn: Callable[P, R]) -> Callable[P, R]:
+    """fn without autocast: for what is computed in fp32 at least, and says so."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next((x.device.type for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), "meta")
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return fn(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def present(x: Tensor, positions: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as tnf
 from torch import Tensor
 
-from .core import as_dtype, wide
+from .core import as_dtype, full_precision, wide
 from .rows import check_rows, check_state, document_of, documents_before, readable, tokens_of, zero_absent
 from .shapes import ShapeError, check_scale, check_shapes
 
@@ -72,6 +72,7 @@ class Rule:
     sizes: Mapping[str, int]
 
 
+@full_precision
 def gated_delta_rule_scan(
     q: Tensor,
     k: Tensor,
@@ -133,6 +134,7 @@ def _decay(g: Tensor) -> Tensor:
     return g.exp() if g.dim() == 3 else g.exp()[..., None]
 
 
+@full_precision
 def gated_delta_rule_step(
     q: Tensor,
     k: Tensor,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import delta_channel, delta_head
-from .core import as_dtype
+from .core import as_dtype, full_precision
 from .delta import prepare
 from .rows import document_of
 from .shapes import check_positive
@@ -28,6 +28,7 @@ from .shapes import check_positive
 __all__ = ["gated_delta_rule_chunked"]
 
 
+@full_precision
 def gated_delta_rule_chunked(
     q: Tensor,
     k: Tensor,
@@ -154,9 +155,11 @@ class _Chunked(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # of most states there is none
 
     @staticmethod
+    @full_precision
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        *inputs, initial, begins, documents = ctx.saved_tensors[:8]
-        after = ctx.saved_tensors[8:]
+        saved = ctx.saved_tensors  # which may be read but once where activations are computed again
+        *inputs, initial, begins, documents = saved[:8]
+        after = saved[8:]
         d_o, *d_states = grads
         d_o = torch.zeros_like(inputs[2]) if d_o is None else d_o
         d_state, found, d_begun = torch.zeros_like(after[-1]), [], []

@@ -28,7 +28,7 @@ from .gdn_config import GDN, GDNConfig
 from .norm import gated_rms_norm, linear, norm_in_front, norm_linear
 from .recurrence import gated_delta_rule, short_conv
 from .rows import tokens_of, zero_absent
-from .shapes import check_shapes
+from .shapes import ShapeError, check_shapes
 from .tree import check_presence
 from .wire import Wire, edges, identity
 
@@ -195,16 +195,25 @@ def _check(
     )
     if cache is None:
         return
-    K = params.q_conv.shape[0] // cfg.key_head_dim
+    turned, wanted = cache.state.mT.shape[1:], (params.a_log.shape[0], cfg.value_head_dim, cfg.key_head_dim)
+    if turned == wanted != cache.state.shape[1:]:
+        raise ShapeError(
+            f"gdn(cache=...): its state is key-major, H E V = {' '.join(map(str, cache.state.shape[1:]))}, and "
+            f"value-major is needed, H V E = {' '.join(map(str, wanted))}\n"
+            "    fix: dataclasses.replace(cache, state=cache.state.mT)"
+        )
     check_shapes(
         "gdn",
-        {**widths, "B": x.shape[0], "K": K},
+        widths,
+        x=(x, "B S D"),
+        q_conv=(params.q_conv, "(K E) I W"),
         cache_q=(cache.q, "B (K E) U"),
         cache_k=(cache.k, "B (K E) U"),
         cache_v=(cache.v, "B (K G V) U"),
         cache_state=(cache.state, "B (K G) V E"),
     )
-    for name, leaf, dtype in (("q", cache.q, x.dtype), ("state", cache.state, wide(x).dtype)):
+    for name in ("q", "k", "v", "state"):
+        leaf, dtype = getattr(cache, name), wide(x).dtype if name == "state" else x.dtype
         if leaf.dtype != dtype:
             raise TypeError(
                 f"gdn(cache=...): its {name} is in {leaf.dtype}, and for x in {x.dtype} it is in {dtype}\n"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .arguments import lists_unknown
-from .core import as_dtype, wide
+from .core import as_dtype, full_precision, wide
 from .experts import expert_mlp
 from .mlp import MLP, MLPConfig, check_activation, mlp
 from .norm import Norm, NormConfig, apply_norm, linear
@@ -200,11 +200,9 @@ def moe(
     return (out_BSD, routing) if return_routing else out_BSD
 
 
+@full_precision
 def route(params: MoE, x: Tensor, cfg: MoEConfig) -> Routing:
     """x `B S D`, normalised -> which experts compute each token, and how much each counts."""
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        with torch.autocast(x.device.type, enabled=False):
-            return route(params, x, cfg)
     dtype = torch.promote_types(torch.promote_types(x.dtype, params.router.dtype), torch.float32)
     bias = None if params.router_bias is None else as_dtype(params.router_bias, dtype)
     router = as_dtype(params.router, dtype)

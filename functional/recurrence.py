@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .conv import causal_conv
+from .core import as_dtype
 from .delta import gated_delta_rule_step, l2norm
 from .delta_chunked import gated_delta_rule_chunked
 from .primitive import primitive
@@ -32,9 +33,11 @@ def short_conv(
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`causal_conv` by heads: x `B S H E`, weight `(H E) I W`, state `B (H E) W-1` -> y as x, and the new state."""
-    old, one = _begun(state, positions), x.shape[1] == 1
+    old, one = _begun(state, positions), x.shape[1] == 1  # whose padding is all of a row or nothing
+    # A cache keeps its dtype under autocast, whose projections have another.
+    tokens = as_dtype(x.flatten(2), x.dtype if old is None else old.dtype)
     y, new = causal_conv(
-        x.flatten(2),
+        tokens,
         weight[:, 0],
         activation=activation,
         initial_state=old,
@@ -43,9 +46,7 @@ def short_conv(
         segment_ids=None if one else segment_ids,
     )
     assert new is not None
-    if one:  # whose padding is all of a row or nothing
-        new = _kept(new, old, positions)
-    return y.view(x.shape), new
+    return as_dtype(y, x.dtype).view(x.shape), _kept(new, state, positions)
 
 
 def gated_delta_rule(
@@ -68,17 +69,17 @@ def gated_delta_rule(
     else:
         o, new = gated_delta_rule_chunked(q, k, v, g, beta, **told, segment_ids=segment_ids)
     assert new is not None
-    return o, _kept(new, old, positions)
+    return o, _kept(new, state, positions)
 
 
 gated_delta_rule = primitive(gated_delta_rule, differentiable=False)
 
 
 def _begun(state: Tensor | None, positions: Tensor | None) -> Tensor | None:
-    """The state, zeros in rows that begin, whatever it holds of them."""
+    """The state, zeros in rows that begin or have no token, whatever it holds of them."""
     if state is None or positions is None:
         return state
-    return state.masked_fill(_rows((positions == 0).any(1), state), 0)
+    return state.masked_fill(_rows((positions == 0).any(1) | (positions < 0).all(1), state), 0)
 
 
 def _kept(new: Tensor, old: Tensor | None, positions: Tensor | None) -> Tensor:

@@ -84,6 +84,7 @@ def assemble(
                 into = piece.part(leaves) if piece.expert is not None else storage[row : row + part.shape[0]]
                 into.copy_(part)
                 row += part.shape[0]
+                del part  # before the next one is read
         new |= dict(zip(paths, leaves, strict=True))
     return cfg, tree.replace(Decoder.abstract(cfg), new)
 

@@ -50,15 +50,14 @@ def check_edges(
         if all(by_part.values()):  # the one that is meant lacks the fewest
             part = min(by_part, key=lambda part: len(by_part[part]))
             _refuse(layout, name, by_part[part], f" in {_name(part)}")
-        for part, names in by_part.items():
-            if names:
-                _refuse_half(layout, name, part, names, declared)
-                found.lacking[part] = choice[part], names
+        lacking = {part: names for part, names in by_part.items() if names}
+        _refuse_half(layout, name, lacking, declared)
+        found.lacking.update({part: (choice[part], names) for part, names in lacking.items()})
     for part in found.lacking:
         for edge in _of_part(declared, part):
             del found.edges[edge]
-    if lacking := _lacking(chains, found.edges):
-        _refuse(layout, name, lacking)
+    if without := _lacking(chains, found.edges):
+        _refuse(layout, name, without)
     for edge, letters in found.edges.items():
         rule = rule_of(chains, edge)
         if letters and rule is not None and _dims(letters) != _dims(chains[rule][0]):
@@ -97,15 +96,20 @@ def _refuse(layout: Layout, name: str, lacking: tuple[str, ...], where: str = ""
     )
 
 
-def _refuse_half(layout: Layout, name: str, part: str, lacking: tuple[str, ...], declared: Mapping[str, str]) -> None:
-    """Raise where a layout moves edges that nothing but an unserved part has, or has rules that are for it alone."""
-    chains, mine = dict(layout.chains), _of_part(declared, part)
-    others = {rule_of(chains, edge) for edge in declared if edge not in mine}
-    found = [rule_of(chains, edge) for edge in mine]
-    own = [rule for rule in found if rule is not None and rule not in others]
-    own = [rule for rule in own if _name(rule) not in EDGES or _exchanges(chains[rule])]
-    if own:
-        _refuse(layout, name, lacking, f" in {_name(part)}, beside {', '.join(own)}")
+def _refuse_half(
+    layout: Layout, name: str, lacking: Mapping[str, tuple[str, ...]], declared: Mapping[str, str]
+) -> None:
+    """Raise where a layout moves edges that none but unserved parts have, or has rules that are for them alone, for the
+    part that lacks the fewest. lacking: the edges without a rule of each unserved part."""
+    chains = dict(layout.chains)
+    unserved = {edge for part in lacking for edge in _of_part(declared, part)}
+    served = {rule_of(chains, edge) for edge in declared if edge not in unserved}
+    for part in sorted(lacking, key=lambda part: len(lacking[part])):
+        found = [rule_of(chains, edge) for edge in _of_part(declared, part)]
+        own = [rule for rule in found if rule is not None and rule not in served]
+        own = [rule for rule in own if _name(rule) not in EDGES or _exchanges(chains[rule])]
+        if own:
+            _refuse(layout, name, lacking[part], f" in {_name(part)}, beside {', '.join(own)}")
 
 
 def check_parts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_the_error_is_as_shown():
 
 
 def test_what_snippets_print_is_shown(capsys):
-    for word in ("sh.reshard(x.sin()", "layout.plan(", "print(F.balance_loss("):
+    for word in ("sh.reshard(x.sin()", "layout.plan(", "print(F.balance_loss(", "F.GDNConfig("):
         code = snippet(word)
         exec(code, {})
         printed = capsys.readouterr().out
@@ -90,6 +91,17 @@ def test_layouts_of_latent_attention(capsys):
     params, x = F.MLA.init(cfg, seed=0, dtype=torch.float64), torch.randn(2, 96, 64, dtype=torch.float64)
     y, _ = sh.simulate(found["layer"], found["mesh"])(params, x, cfg)
     torch.testing.assert_close(y, F.mla(params, x, cfg, positions=torch.arange(96)[None])[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_the_notebook_of_gated_delta_nets(drawn, monkeypatch, capsys):
+    if not drawn:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = runpy.run_path(str(Path(__file__).parent.parent / "examples/gdn_notebook.py"))
+    assert ("after token 5" in capsys.readouterr().out) != drawn
+    figure = found["picture"](found["states"])
+    assert (figure is not None) == drawn
+    assert not drawn or len(figure.axes) == len(found["states"])
 
 
 def test_training_with_the_balance_loss():

@@ -29,8 +29,7 @@ def _dense(each: str) -> dict[str, Leaves]:
 
 def _decay(name: str, path: str, **options: Any) -> dict[str, Leaves]:
     """Of the decay, which modules have in a part of its own."""
-    file = f"{parts.LAYER}self_attn.{name}"
-    paths = (f"{parts.OURS}linear.{path}",)
+    file, paths = f"{parts.LAYER}self_attn.{name}", (f"{parts.OURS}linear.{path}",)
     return {f"{parts.LAYER}self_attn.forget_gate.{name}": Leaves(paths, files=(file,), **options)}
 
 

@@ -10,6 +10,7 @@ from meshfn.functional.wire import Heads, choices_of, edges_of, identity
 from torch import Tensor
 
 from ..tiny import llama, ours
+from .gdn_cases import config
 from .latent_cases import tiny
 
 
@@ -80,7 +81,8 @@ def test_every_edge_passes_with_the_shape_it_declares():
     ends = [("pass", "tokens", (2, 5)), ("pass", "embedded", (2, 5, 48))], [("pass", "logits", (2, 5, 97))]
     assert log == [*ends[0], *one_layer, *one_layer, *ends[1]]
     declared = edges_of(F.decoder)
-    assert {name for _, name, _ in log} == {name for name in declared if ".moe." not in name and ".mla." not in name}
+    parts = (".moe.", ".mla.", ".gdn.")
+    assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
     sizes = {"B": 2, "S": 5, "T": 5, "D": 48, "K": 2, "G": 3, "E": 8, "V": 8, "F": 40, "Z": 97}
     for _, name, shape in log:
         if shape is not None:
@@ -96,7 +98,7 @@ def test_latent_attention_passes_its_edges_in_a_decoder():
     wired, _ = F.decoder(F.Decoder.init(cfg, 0), tokens, cfg, wire=Counting(log))
     assert torch.equal(plain, wired)
     declared = edges_of(F.decoder)
-    parts = (".moe.", ".attention.")
+    parts = (".moe.", ".attention.", ".gdn.")
     assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
     sizes = {**tiny().sizes, "B": 2, "S": 5, "T": 5, "F": 9, "Z": 97}
     for _, name, shape in log:
@@ -104,10 +106,34 @@ def test_latent_attention_passes_its_edges_in_a_decoder():
             assert F.shapes.shape_of(declared[name], sizes) == shape
 
 
+def test_a_gated_delta_net_passes_its_edges_in_a_decoder():
+    """Positions only where some are given, since without padding there is none to look for."""
+    gdn = config("kimi_linear", 2, 3)
+    layers = F.LayerConfig(attention=gdn, mlp=F.MLPConfig(hidden_size=11, intermediate_size=9))
+    cfg = F.DecoderConfig(vocab_size=97, hidden_size=11, layers=(layers, layers))
+    params, tokens = F.Decoder.init(cfg, 0), torch.randint(0, 97, (2, 5))
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    for given in ({}, {"positions": torch.arange(5)[None], "segment_ids": ids}):
+        log: list[tuple[str, str, Any]] = []
+        plain, _ = F.decoder(params, tokens, cfg, **given)
+        wired, _ = F.decoder(params, tokens, cfg, **given, wire=Counting(log))
+        assert torch.equal(plain, wired)
+        declared = edges_of(F.decoder)
+        parts = (".moe.", ".attention.", ".mla.")
+        assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
+        sizes = {**gdn.sizes, "B": 2, "S": 5, "F": 9, "Z": 97}
+        assert {name for _, name, shape in log if shape is None} == (
+            set() if given else {"layers.gdn.q_positions", "layers.gdn.q_segment_ids"}
+        )
+        for _, name, shape in log:
+            if shape is not None:
+                assert F.shapes.shape_of(declared[name], sizes) == shape
+
+
 def test_parts_that_stand_for_each_other_are_declared():
     assert choices_of(F.attention) == ()
-    assert choices_of(F.layer) == ({"attention": F.Attention, "mla": F.MLA},)
-    wanted = ({"layers.attention": F.Attention, "layers.mla": F.MLA},)
+    assert choices_of(F.layer) == ({"attention": F.Attention, "mla": F.MLA, "gdn": F.GDN},)
+    wanted = ({"layers.attention": F.Attention, "layers.mla": F.MLA, "layers.gdn": F.GDN},)
     assert choices_of(F.decoder) == choices_of(F.backbone) == choices_of(F.next_token_loss) == wanted
 
 

@@ -16,6 +16,9 @@ from .test_layers import equal
 
 NORM = F.NormConfig()
 LATENT = cases.config(norm=NORM, output_gate=True)
+DELTA = F.GDNConfig(
+    hidden_size=10, num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=3, norm=NORM
+)  # fmt: skip
 DIRECT = cases.config(norm=NORM, q_lora_rank=None, v_head_dim=6, window=5, rope=None, num_attention_heads=5)
 HEADS = F.AttentionConfig(
     hidden_size=10, num_attention_heads=6, num_key_value_heads=2, head_dim=4, rope=F.RopeConfig(), norm=NORM,
@@ -117,6 +120,12 @@ ONE_KIND = [
     ),
     (sh.ulysses(), (HEADS, LATENT), "layers[1].attention",
      'is of class MLA, and ulysses("u") has no rule for its kv_latent, key_rope, kv_b, kv'),
+    (sh.ulysses(), (HEADS, DELTA), "layers[1].attention",
+     'is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias'),
+    (sh.mla_latent(), (DELTA, LATENT), "layers[0].attention",
+     'is of class GDN, and mla_latent("u") has no rule for its k, v, b, a, q_conv, k_conv, v_conv, a_log, dt_bias'),
+    (both(sh.hybrid(), sh.mla_latent("u", "g")), (HEADS, LATENT, DELTA), "layers[2].attention",
+     "is of class GDN, and both kinds has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias"),
 ]  # fmt: skip
 
 
