@@ -191,4 +191,5 @@ def gdn_output(params: GDN, o: Tensor, z: Tensor, cfg: GDNConfig, *, wire: Wire 
     """o and z `B S H V` -> out `B S D`: the gated norm of each head, and the last projection."""
     options = {"eps": cfg.gated_norm.eps, "scale_in_fp32": cfg.gated_norm.scale_in_fp32}
     o_BSHV = gated_rms_norm(o, params.o_norm, z, activation=cfg.gate_act, **options)
-    return wire.pass_(out=linear(o_BSHV.flatten(2), params.o))
+    out_BSD = linear(o_BSHV.flatten(2), params.o)
+    return wire.pass_(out=out_BSD)

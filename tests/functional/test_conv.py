@@ -162,10 +162,16 @@ def refused(**options):
 
 
 def test_bad_input_is_refused():
-    assert_expected_inline(refused(initial_state=torch.zeros(2, 5, 4, dtype=torch.float64)), """causal_conv(initial_state=...): a convolution of W=4 carries W-1=3 tokens, the last dimension of B D W-1, not 4""")
-    assert_expected_inline(refused(initial_state=torch.zeros(2, 3, 5, dtype=torch.float64)), """\
+    assert_expected_inline(
+        refused(initial_state=torch.zeros(2, 5, 4, dtype=torch.float64)),
+        """causal_conv(initial_state=...): a convolution of W=4 carries W-1=3 tokens, the last dimension of B D W-1, not 4""",
+    )
+    assert_expected_inline(
+        refused(initial_state=torch.zeros(2, 3, 5, dtype=torch.float64)),
+        """\
 causal_conv(initial_state=...): a convolution of W=4 carries W-1=3 tokens, the last dimension of B D W-1, not 5
-    fix: initial_state.mT""")
+    fix: initial_state.mT""",
+    )
     assert_expected_inline(
         refused(initial_state=torch.zeros(2, 5, 3)),
         """\

@@ -34,9 +34,12 @@ gated_delta_rule_chunked(initial_state=...): E is 8 in q but 7 in initial_state
                                    ^
     so far: B=2 S=9 K=3 E=8 H=6 V=5 N=2""",
     )
-    assert_expected_inline(refused(SCAN, initial_state=state[:1]), """\
+    assert_expected_inline(
+        refused(SCAN, initial_state=state[:1]),
+        """\
 gated_delta_rule_scan(initial_state=...): 2 rows or documents need a state each, and it has 1
-    N H V E = 1 6 5 8""")
+    N H V E = 1 6 5 8""",
+    )
     assert_expected_inline(
         refused(STEP, case(S=1), initial_state=state.float()),
         """\
