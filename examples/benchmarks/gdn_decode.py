@@ -1,9 +1,9 @@
 # %% [markdown]
 # A decode step of a hybrid model by context, beside transformers, eager, with its own cache: four layers in the shape
-# of Qwen3.5 (three gated delta nets and gated attention; width 1,024, heads of 128 and of 256), and then three gated
-# delta nets alone, which keep a state in place of a context. Random weights, fp32, batch 1. Both read the same
-# parameters, in one process, in turn; medians and quartiles. The bound is the bytes of the plan over the read bandwidth
-# of this run.
+# of Qwen3.5 (three gated delta nets and gated attention; width 1,024, heads of 128 and of 256), random weights, batch
+# 1. Both read the same parameters, in one process, in turn; medians and quartiles. The bound is the bytes of the plan
+# over the read bandwidth of this run. Then three gated delta nets alone, which keep a state in place of a context
+# (transformers has no cache for a model without attention).
 
 # %%
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATES = (128, 1024, 4096, 32768)
 STEPS, ROUNDS = 8, 9
 
 
-def make(heads: int, layers: list[str]) -> Qwen3_5ForCausalLM:
+def make(heads: int, layers: list[str], dtype: torch.dtype) -> Qwen3_5ForCausalLM:
     config = Qwen3_5TextConfig(
         vocab_size=4096,
         hidden_size=1024,
@@ -44,7 +44,7 @@ def make(heads: int, layers: list[str]) -> Qwen3_5ForCausalLM:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    return Qwen3_5ForCausalLM(config).eval()
+    return Qwen3_5ForCausalLM(config).eval().to(dtype)
 
 
 # %%
@@ -113,46 +113,55 @@ def timed(engine: Any) -> float:
     return (time.perf_counter() - start) / STEPS * 1e3
 
 
-def spread(found: list[float]) -> str:
-    low, middle, high = statistics.quantiles(found, n=4)
-    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+def spread(found: list[float], digits: int) -> str:
+    low, middle, high = (f"{x:.{digits}f}" for x in statistics.quantiles(found, n=4))
+    return f"{middle} ({low} to {high})"
 
 
 # %%
-def show(title: str, module: Qwen3_5ForCausalLM, contexts: tuple[int, ...]) -> None:
+def show(title: str, module: Qwen3_5ForCausalLM, contexts: tuple[int, ...], beside: bool) -> None:
     memory = Memory()
-    ours, theirs = Ours(module, max(contexts) + STEPS * (ROUNDS + 2)), Theirs(module)
+    engines: dict[str, Any] = {"meshfn": Ours(module, max(contexts) + STEPS * (ROUNDS + 2))}
+    if beside:
+        engines["transformers"] = Theirs(module)
+    ours = engines["meshfn"]
     decode = ours.program.plan.phases["decode"]
     print(
-        f"\n{title}; {torch.get_num_threads()} threads, ms a step: median (quartiles) of {ROUNDS} rounds of {STEPS}\n"
+        f"\n{title}, {module.dtype}, {torch.get_num_threads()} threads; ms a step, median (quartiles) of {ROUNDS} rounds\n"
         f"{decode.reads / 2**20:.1f} MiB of weights, {decode.state / 2**20:.2f} MiB of states, "
         f"{decode.writes / 2**20:.2f} MiB written"
     )
-    print(f"{'context':>8} {'meshfn':>22} {'transformers':>24} {'ratio':>21} {'of the bound':>13}")
+    columns = [*engines, *(["ratio"] if beside else []), "of the bound"]
+    print(" ".join([f"{'context':>8}", *(f"{name:>22}" for name in columns)]))
     for context in contexts:
         tokens = torch.randint(0, 4096, (1, context), generator=torch.Generator().manual_seed(context))
-        for engine in (ours, theirs):
+        for engine in engines.values():
             engine.read(tokens)
-        same = ours.run() == theirs.run()
-        times: dict[str, list[float]] = {"ours": [], "theirs": [], "ratio": [], "share": []}
+        same = len({tuple(engine.run()) for engine in engines.values()}) == 1
+        times: dict[str, list[float]] = {name: [] for name in columns}
         for _ in range(ROUNDS):
-            rate, own, other = memory.bandwidth(), timed(ours), timed(theirs)
-            share = ours.bytes(context) / own * 1e3 / rate
-            for name, value in zip(times, (own, other, other / own, share), strict=True):
-                times[name].append(value)
-        text = {name: spread(found) for name, found in times.items()}
-        middle, tail = statistics.median(times["share"]), "" if same else "   other tokens"
-        print(f"{context:>8} {text['ours']:>22} {text['theirs']:>24} {text['ratio']:>21} {middle:>13.0%}{tail}")
+            rate = memory.bandwidth()
+            for name, engine in engines.items():
+                times[name].append(timed(engine))
+            times["of the bound"].append(ours.bytes(context) / times["meshfn"][-1] * 1e5 / rate)
+            if beside:
+                times["ratio"].append(times["transformers"][-1] / times["meshfn"][-1])
+        cells = [f"{spread(found, 2 if name == 'ratio' else 1):>22}" for name, found in times.items()]
+        print(" ".join([f"{context:>8}", *cells]) + ("%" if same else "%   other tokens"))
 
 
 # %%
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--value-heads", type=int, default=16)
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16"))
+    parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
     parser.add_argument("--states", type=int, nargs="*", default=STATES, help="contexts of the gated delta nets alone")
     given = parser.parse_args()
     linear = ["linear_attention"] * 3
-    show("four layers", make(given.value_heads, [*linear, "full_attention"]), tuple(given.contexts))
+    for dtype in given.dtypes if given.contexts else ():
+        module = make(given.value_heads, [*linear, "full_attention"], getattr(torch, dtype))
+        show("four layers", module, tuple(given.contexts), True)
     if given.states:
-        show("gated delta nets alone", make(given.value_heads, linear), tuple(given.states))
+        module = make(given.value_heads, linear, getattr(torch, given.dtypes[0]))
+        show("three gated delta nets", module, tuple(given.states), False)
