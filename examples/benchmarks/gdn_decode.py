@@ -127,7 +127,7 @@ def show(title: str, module: Qwen3_5ForCausalLM, contexts: tuple[int, ...], besi
     ours = engines["meshfn"]
     decode = ours.program.plan.phases["decode"]
     print(
-        f"\n{title}, {module.dtype}, {torch.get_num_threads()} threads; ms a step, median (quartiles) of {ROUNDS} rounds\n"
+        f"\n{title}, {module.dtype}, {torch.get_num_threads()} threads; ms a step: median (quartiles) of {ROUNDS}\n"
         f"{decode.reads / 2**20:.1f} MiB of weights, {decode.state / 2**20:.2f} MiB of states, "
         f"{decode.writes / 2**20:.2f} MiB written"
     )

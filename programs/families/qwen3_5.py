@@ -39,7 +39,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 LEFT_OUT = ("mtp.",)
-FAMILY = Family(model_type="qwen3_5_text", config=config, names=NAMES, left_out=LEFT_OUT)
+FAMILY = Family(model_type="qwen3_5_text", config=config, names=NAMES, inert=hybrid.INERT, left_out=LEFT_OUT)
 PARTS: dict[str, Any] = {
     "field": "text_config",
     "prefixes": {"model.language_model.": "model."},

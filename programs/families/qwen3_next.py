@@ -33,4 +33,4 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, parts.layers(hf, attentions, feeds), norm)
 
 
-FAMILY = Family(model_type="qwen3_next", config=config, names=NAMES, left_out=("mtp.",))
+FAMILY = Family(model_type="qwen3_next", config=config, names=NAMES, inert=hybrid.INERT, left_out=("mtp.",))
