@@ -8,19 +8,7 @@ from typing import Any
 from ...functional import AttentionConfig, GDNConfig, MLPConfig, MoEConfig, NormConfig
 from . import Leaves, mixture, parts
 
-__all__ = [
-    "FULL",
-    "INERT",
-    "QWEN",
-    "conv",
-    "every",
-    "experts",
-    "gated_attention",
-    "gdn",
-    "kinds",
-    "qwen_norm",
-    "sparse",
-]
+__all__ = ["FULL", "QWEN", "conv", "every", "experts", "gated_attention", "gdn", "kinds", "qwen_norm", "sparse"]
 
 _QKV = ("q", "k", "v")
 # The attention of layers that have one.
@@ -37,16 +25,6 @@ QWEN: dict[str, str | Leaves] = {
     f"{parts.LAYER}mlp.gate.weight": f"{parts.OURS}moe.router",
     f"{parts.LAYER}mlp.shared_expert_gate.weight": f"{parts.OURS}moe.shared_gate",
     **mixture.experts(),
-}
-
-# What published configs of Qwen say beside: that attention has its gate, the dtype of a state, no windows, and what the
-# part that guesses further tokens is like, which is left out.
-INERT: dict[str, Any] = {
-    "attn_output_gate": True,
-    "mamba_ssm_dtype": "float32",
-    "use_sliding_window": False,
-    "mtp_num_hidden_layers": lambda hf: hf["mtp_num_hidden_layers"],
-    "mtp_use_dedicated_embeddings": lambda hf: hf["mtp_use_dedicated_embeddings"],
 }
 
 
