@@ -202,4 +202,5 @@ def gdn_output(params: GDN, o: Tensor, z: Tensor, cfg: GDNConfig, *, wire: Wire 
     o_BSHV = gated_rms_norm(
         o, params.o_norm, z, eps=norm.eps, activation=cfg.gate_act, scale_in_fp32=norm.scale_in_fp32
     )
-    return wire.pass_(out=linear(o_BSHV.flatten(2), params.o))
+    out_BSD = linear(o_BSHV.flatten(2), params.o)
+    return wire.pass_(out=out_BSD)

@@ -105,7 +105,7 @@ def _as_it_is(name: str) -> Any:
 # What transformers derives other fields from, what is computed in this way alone, and what NoPE leaves unused.
 _INERT = {
     **{name: _as_it_is(name) for name in ("linear_attn_config", "first_k_dense_replace", "rope_theta")},
-    **{name: _as_it_is(name) for name in ("rope_parameters", "rope_scaling")},
+    **{name: _as_it_is(name) for name in ("rope_parameters", "rope_scaling", "head_dim", "num_nextn_predict_layers")},
     "mla_use_nope": True,
     "moe_router_activation_func": "sigmoid",
     "use_grouped_topk": True,

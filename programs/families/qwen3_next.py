@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...functional import DecoderConfig
-from . import Family, Leaves, hybrid, parts
+from . import Family, Leaves, hybrid, parts, qwen3_5
 
 _GDN = {
     "in_proj_qkvz.weight": "qkvz",
@@ -33,4 +33,4 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, parts.layers(hf, attentions, feeds), norm)
 
 
-FAMILY = Family(model_type="qwen3_next", config=config, names=NAMES, left_out=("mtp.",))
+FAMILY = Family(model_type="qwen3_next", config=config, names=NAMES, inert=qwen3_5.INERT, left_out=("mtp.",))
