@@ -80,7 +80,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         norm=norm,
         initializer_range=hf.get("initializer_range", 0.02),
     )
-    attentions = hybrid.kinds(hf, linear, latent.mla(hf, norm, None), lambda i: i > 0 and i % 4 == 0)
+    attentions = hybrid.attentions(hf, linear, latent.mla(hf, norm, None), lambda i: i > 0 and i % 4 == 0)
     dense, experts = latent.feeds(hf, norm, hf["num_experts"], **latent.sigmoid_routing(hf))
     types = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (hf["num_hidden_layers"] - 1)
     kinds: dict[str, Any] = {"dense": dense, "sparse": experts}
