@@ -8,6 +8,7 @@ Letters: B batch, S tokens, K key heads, H value heads, E key width, V value wid
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .primitive import primitive
 __all__ = ["gated_delta_rule", "short_conv"]
 
 
-@primitive
+@partial(primitive, differentiable=False)
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -48,6 +49,7 @@ def short_conv(
     return y.view(x.shape), new
 
 
+@partial(primitive, differentiable=False)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -69,9 +71,6 @@ def gated_delta_rule(
         o, new = gated_delta_rule_chunked(q, k, v, g, beta, **told, segment_ids=segment_ids)
     assert new is not None
     return o, _kept(new, old, positions)
-
-
-gated_delta_rule = primitive(gated_delta_rule, differentiable=False)
 
 
 def _begun(state: Tensor | None, positions: Tensor | None) -> Tensor | None:
