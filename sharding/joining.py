@@ -50,15 +50,16 @@ def check_edges(
         if all(by_part.values()):  # the one that is meant lacks the fewest
             part = min(by_part, key=lambda part: len(by_part[part]))
             _refuse(layout, name, by_part[part], f" in {_name(part)}")
-        for part, names in by_part.items():
-            if names:
-                _refuse_half(layout, name, part, names, declared)
-                found.lacking[part] = choice[part], names
+        lacking = {part: names for part, names in sorted(by_part.items(), key=lambda each: len(each[1])) if names}
+        served = set(declared).difference(*(_of_part(declared, part) for part in lacking))
+        for part, names in lacking.items():
+            _refuse_half(layout, name, part, names, _of_part(declared, part), served)
+            found.lacking[part] = choice[part], names
     for part in found.lacking:
         for edge in _of_part(declared, part):
             del found.edges[edge]
-    if lacking := _lacking(chains, found.edges):
-        _refuse(layout, name, lacking)
+    if missing := _lacking(chains, found.edges):
+        _refuse(layout, name, missing)
     for edge, letters in found.edges.items():
         rule = rule_of(chains, edge)
         if letters and rule is not None and _dims(letters) != _dims(chains[rule][0]):
@@ -97,11 +98,14 @@ def _refuse(layout: Layout, name: str, lacking: tuple[str, ...], where: str = ""
     )
 
 
-def _refuse_half(layout: Layout, name: str, part: str, lacking: tuple[str, ...], declared: Mapping[str, str]) -> None:
-    """Raise where a layout moves edges that nothing but an unserved part has, or has rules that are for it alone."""
-    chains, mine = dict(layout.chains), _of_part(declared, part)
-    others = {rule_of(chains, edge) for edge in declared if edge not in mine}
-    found = [rule_of(chains, edge) for edge in mine]
+def _refuse_half(
+    layout: Layout, name: str, part: str, lacking: tuple[str, ...], edges: Iterable[str], served: Iterable[str]
+) -> None:
+    """Raise where a layout moves edges of an unserved part that no served one has, or has rules that are for it
+    alone."""
+    chains = dict(layout.chains)
+    others = {rule_of(chains, edge) for edge in served}
+    found = [rule_of(chains, edge) for edge in edges]
     own = [rule for rule in found if rule is not None and rule not in others]
     own = [rule for rule in own if _name(rule) not in EDGES or _exchanges(chains[rule])]
     if own:
