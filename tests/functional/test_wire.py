@@ -118,6 +118,19 @@ def test_other_kinds_of_attention_pass_their_edges_in_a_decoder(attention, other
             assert F.shapes.shape_of(declared[name], sizes) == shape, name
 
 
+def test_a_mask_for_a_gated_delta_net_is_refused_before_anything_moves():
+    mlp = F.MLPConfig(hidden_size=20, intermediate_size=9)
+    layers = tuple(F.LayerConfig(attention=each, mlp=mlp) for each in (tiny(), LINEAR))
+    cfg = F.DecoderConfig(vocab_size=97, hidden_size=20, layers=layers)
+    params, log = F.Decoder.init(cfg, 0), []
+    mask, told = torch.ones(5, 5, dtype=torch.bool), {"positions": torch.arange(5)[None]}
+    with pytest.raises(ValueError, match=r"decoder\(mask=...\): a gated delta net reads a state"):
+        F.decoder(params, torch.ones(2, 5, dtype=torch.int64), cfg, mask=mask, wire=Counting(log))
+    with pytest.raises(ValueError, match=r"layer\(mask=...\): a gated delta net reads a state"):
+        F.layer(params.layers[1], torch.randn(2, 5, 20), layers[1], mask=mask, wire=Counting(log), **told)
+    assert not log
+
+
 def test_parts_that_stand_for_each_other_are_declared():
     kinds = {"attention": F.Attention, "mla": F.MLA, "gdn": F.GDN}
     assert choices_of(F.attention) == ()
