@@ -10,7 +10,8 @@ convolution: what a step reads and writes does not grow with context. Kimi's del
 has a decay for each channel of the key, and is the same otherwise.
 
 Letters: B batch, S tokens, D model width, K key heads, H = K G value heads (value head h reads key head h // G), E key
-width, V value width, W convolution width, Y decays of a head (1, or E in KDA), Q and L ranks of `a` and `z`, I = 1.
+width, V value width, W convolution width, U = W-1 tokens that it goes on from, Y decays of a head (1, or E in KDA), Q
+and L ranks of `a` and `z`, M and J rows of `qkvz` and `ba` for a key head, I = 1.
 """
 
 from __future__ import annotations

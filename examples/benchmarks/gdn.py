@@ -1,8 +1,7 @@
 # %% [markdown]
 # The gated delta rule in chunks, beside transformers' own chunked fallback: prefill forward, and forward and backward,
-# fp32, in the sizes of Qwen3.5 (16 key and value heads, E = V = 128), batch 1. Both get the same tensors, in one process,
-# in turn; medians and spread, and what each holds for its backward and at most. A decode step of whole models is in
-# `gdn_decode.py`.
+# fp32, in the sizes of Qwen3.5 (16 key and value heads, E = V = 128), batch 1. Both get the same tensors, in one
+# process, in turn; medians and spread, and what each holds for its backward and at most.
 
 # %%
 from __future__ import annotations
@@ -35,9 +34,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
-    return torch_chunk_gated_delta_rule(
-        q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
+    return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
 
 
 def forward(rule: Rule, given: list[Tensor]) -> Tensor:
@@ -64,20 +61,6 @@ def saved(rule: Rule, given: list[Tensor]) -> int:
     return sum(found.values())
 
 
-def peak(run: Callable[[], Any]) -> int:
-    """The most bytes that a call takes at once, by torch's own record."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as record:
-        run()
-    now = most = 0
-    changes = [(e.start_us(), e.nbytes()) for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        now += nbytes
-        most = max(most, now)
-    return most
-
-
 # %%
 def show(lengths: list[int], rounds: int) -> None:
     print(f"{HEADS} heads of {WIDTH}, fp32, {torch.get_num_threads()} threads; ms, median (least to most) of {rounds}")
@@ -97,7 +80,8 @@ def show(lengths: list[int], rounds: int) -> None:
             text = [f"{statistics.median(t):.0f} ({min(t):.0f} to {max(t):.0f})" for t in times.values()]
             print(f"{tokens:>7} {name:22} {text[0]:>24} {text[1]:>24} {middle[1] / middle[0]:>5.1f}x")
         kept = [saved(rule, given) / 2**20 for rule in (ours, theirs)]
-        print(f"{tokens:>7} {'kept for backward, MiB':22} {kept[0]:>24,.0f} {kept[1]:>24,.0f} {kept[1] / kept[0]:>5.1f}x")
+        text = f"{kept[0]:>24,.0f} {kept[1]:>24,.0f} {kept[1] / kept[0]:>5.1f}x"
+        print(f"{tokens:>7} {'kept for backward, MiB':22} {text}")
 
 
 # %%

@@ -29,7 +29,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """transformers' `Qwen3_5TextConfig` or `Qwen3_5MoeTextConfig`, as a mapping, to ours."""
     norm = hybrid.qwen_norm(hf)
     linear = hybrid.gdn(hf, norm, gated_norm=parts.rms(hf))
-    attentions = hybrid.kinds(hf, linear, hybrid.gated_attention(hf, norm), hybrid.every(hf))
+    attentions = hybrid.attentions(hf, linear, hybrid.gated_attention(hf, norm), hybrid.every(hf))
     if hf.get("num_experts"):
         feed: Any = hybrid.experts(hf, norm)
         _ = hf.get("intermediate_size")  # of layers without, which there are none of
