@@ -136,6 +136,12 @@ mla_packed("u", "g", zigzag=True)
     )
 
 
+def test_heads_that_stay_where_they_are_split():
+    plan = sh.mla_gather(tp="tp").plan(sh.Mesh(tp=3, g=2), **SMALL)
+    assert [plan.of(rank).heads for rank in range(6)] == [2, 2, 2, 2, 1, 1]
+    assert plan.flops == (plan.of(4).flops, 2 * plan.of(4).flops)
+
+
 def test_gradients_are_named():
     plan = sh.mla_latent("u", "g", tp="tp").plan(sh.Mesh(tp=2, g=2, u=2), D=64, **{**SMALL, "H": 6})
     assert dict(plan.pending) == {"x": ("tp",), "q": (), "kv_latent": ("tp",), "key_rope": ("tp",), "kv_b": ("g", "u")}
