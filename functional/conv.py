@@ -5,7 +5,8 @@
 What lies before a row's first token is its state: the last W-1 tokens of the call before, zeros at the start. So a
 sequence may be cut anywhere, and a prompt may be shorter than the convolution.
 
-Letters: B batch, S tokens, D channels, W width, N documents, L tokens with a state in front of each row or document.
+Letters: B batch, S tokens, D channels, W width, N documents, U = W-1 tokens of a state, L tokens with a state
+in front of each row or document.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def causal_conv(
             f"causal_conv(initial_state=...): a convolution of W={width} carries W-1={width - 1} tokens, the last "
             f"dimension of B D W-1, not {initial_state.shape[-1]}" + ("\n    fix: initial_state.mT" if turned else "")
         )
-    check_state("causal_conv", initial_state, "N D C", states, x.dtype, {"x": (x, "B S D")})
+    check_state("causal_conv", initial_state, "N D U", states, x.dtype, {"x": (x, "B S D")})
     there = tokens_of(tokens, lengths, positions)
     there = None if there is None else there.expand(batch, tokens)
     x, state_BND = zero_absent(x, there), initial_state.mT

@@ -157,14 +157,10 @@ def layer(
     Arguments as those of `attention`, `mla` and `gdn`, which has no mask."""
     check_presence("layer", params, cfg)
     refuse_dropout("layer", "resid_pdrop", cfg.resid_pdrop, x, params)
+    _check_mask("layer", mask, cfg)
     h = apply_norm(x, params.norm, cfg.norm)
     told: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "cache": cache}
     if isinstance(cfg.attention, GDNConfig):
-        if mask is not None:
-            raise ValueError(
-                "layer(mask=...): a gated delta net reads a state and no tokens, so there is nothing to mask\n"
-                "    fix: positions of -1 for padding, segment_ids for documents"
-            )
         attend: Callable[..., Any] = gdn
     else:
         attend = mla if isinstance(cfg.attention, MLAConfig) else attention
@@ -253,7 +249,8 @@ def backbone(
     rope_positions: `M B S`, for mrope, `positions` unless given. rope_length: `B`, see `rope_tables`.
     return_routing: a third result, the `Routing` of each layer, None of one without experts; for `balance_loss`.
     layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature.
-    Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer.
+    Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer, or
+    a mask with a gated delta net among the layers, before anything moves.
     """
     check_shapes(
         "decoder",
@@ -269,7 +266,8 @@ def backbone(
         raise ValueError(f"decoder(params=...): {len(params.layers)} layers, the config has {len(cfg.layers)}")
     if cache is not None and len(cache) != len(cfg.layers):
         raise ValueError(f"decoder(cache=...): {len(cache)} entries for {len(cfg.layers)} layers")
-    every = positions is None  # a token, so that a gated delta net has no padding to look for
+    _check_mask("decoder", mask, *cfg.layers)
+    unpadded = positions is None  # so that a gated delta net has no padding to look for
     if positions is None:
         if cache is not None:
             raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
@@ -291,7 +289,7 @@ def backbone(
             layer_params,
             x,
             layer_cfg,
-            positions=None if every and isinstance(layer_cfg.attention, GDNConfig) else positions,
+            positions=None if unpadded and isinstance(layer_cfg.attention, GDNConfig) else positions,
             rope=tables.get((layer_cfg.attention.rope, layer_cfg.attention.rope_dim)),
             mask=mask,
             segment_ids=segment_ids,
@@ -304,6 +302,14 @@ def backbone(
         routings += routing
     new = None if cache is None else tuple(caches)
     return (x, new, tuple(routings)) if return_routing else (x, new)
+
+
+def _check_mask(function: str, mask: Tensor | None, *cfgs: LayerConfig) -> None:
+    if mask is not None and any(isinstance(cfg.attention, GDNConfig) for cfg in cfgs):
+        raise ValueError(
+            f"{function}(mask=...): a gated delta net reads a state and no tokens, so there is nothing to mask\n"
+            "    fix: positions of -1 for padding, segment_ids for documents"
+        )
 
 
 def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig) -> Tensor:

@@ -8,8 +8,8 @@ Of a sub-block of tokens with itself the factors are taken one by one, `R R E` n
 the sub-block it is a matrix product, (a_i exp(L_i - L_r)) . (b_j exp(L_r - L_j)) with r the last token in front, and
 both exponents are at most 0. (Kimi Linear 2025, arXiv:2510.26692.)
 
-Letters: B batch, H heads, C tokens, E key width, V value width, R tokens of a sub-block; a 2 for keys
-and queries.
+Letters: B batch, H heads, C tokens, E key width, V value width, R tokens of a sub-block, r tokens in
+front of it; a 2 for keys and queries, N = 2C of both.
 """
 
 from __future__ import annotations

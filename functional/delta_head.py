@@ -11,7 +11,7 @@ wrote. With L the running sum of g, and D_ij = exp(L_i - L_j) for j <= i, taken 
 at once, and is never repeated.
 
 Letters: B batch, K key heads, G value heads a key head, H = K G, C tokens, E key width, V value width; kq has keys and
-queries one after another, 2C tokens.
+queries one after another, 2C tokens. Of gradients N = 2C tokens, M = G V.
 """
 
 from __future__ import annotations

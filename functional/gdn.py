@@ -10,7 +10,8 @@ convolution: what a step reads and writes does not grow with context. Kimi's del
 has a decay for each channel of the key, and is the same otherwise.
 
 Letters: B batch, S tokens, D model width, K key heads, H = K G value heads (value head h reads key head h // G), E key
-width, V value width, W convolution width, Y decays of a head (1, or E in KDA), Q and L ranks of `a` and `z`, I = 1.
+width, V value width, W convolution width, U = W-1 tokens that it goes on from, Y decays of a head (1, or E in KDA), Q
+and L ranks of `a` and `z`, M and J rows of `qkvz` and `ba` for a key head, I = 1.
 """
 
 from __future__ import annotations
@@ -249,4 +250,5 @@ def gdn_output(params: GDN, o: Tensor, z: Tensor, cfg: GDNConfig, *, wire: Wire 
     o_BSHV = gated_rms_norm(
         o, params.o_norm, z, eps=norm.eps, activation=cfg.gate_act, scale_in_fp32=norm.scale_in_fp32
     )
-    return wire.pass_(out=linear(o_BSHV.flatten(2), params.o))
+    out_BSD = linear(o_BSHV.flatten(2), params.o)
+    return wire.pass_(out=out_BSD)

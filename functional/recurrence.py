@@ -8,6 +8,7 @@ Letters: B batch, S tokens, K key heads, H value heads, E key width, V value wid
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .primitive import primitive
 __all__ = ["gated_delta_rule", "short_conv"]
 
 
-@primitive
+@partial(primitive, differentiable=False)
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -49,6 +50,7 @@ def short_conv(
     return as_dtype(y, x.dtype).view(x.shape), _kept(new, state, positions)
 
 
+@partial(primitive, differentiable=False)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -70,9 +72,6 @@ def gated_delta_rule(
         o, new = gated_delta_rule_chunked(q, k, v, g, beta, **told, segment_ids=segment_ids)
     assert new is not None
     return o, _kept(new, state, positions)
-
-
-gated_delta_rule = primitive(gated_delta_rule, differentiable=False)
 
 
 def _begun(state: Tensor | None, positions: Tensor | None) -> Tensor | None:

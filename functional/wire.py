@@ -64,8 +64,8 @@ class Wire(Protocol):
         ...
 
     def projection(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """x `... D` -> `... F`, by a weight `F D`; to be called once. Where exchanges overlap, the weight gradient is
-        computed while those gradients fly of what is received between this and the call."""
+        """x `... D` -> `... F`, by a weight `F D`. Where exchanges overlap, the weight gradient is computed while
+        those gradients fly of what is received between this and the call."""
         ...
 
     def place(self, name: str) -> int:

@@ -79,12 +79,11 @@ def assemble(
                 progress("loading weights", done := done + 1, total)
                 if source.device.type == "meta":
                     continue
-                part = source.read(piece.name, keep_fp32)
                 # Wherever the rows of a tensor were parted: transformers writes three equal parts of convolutions.
-                into = piece.part(leaves) if piece.expert is not None else storage[row : row + part.shape[0]]
-                into.copy_(part)
-                row += part.shape[0]
-                del part  # before the next one is read
+                rows = source.shapes[piece.name][0]
+                into = piece.part(leaves) if piece.expert is not None else storage[row : row + rows]
+                into.copy_(source.read(piece.name, keep_fp32))
+                row += rows
         new |= dict(zip(paths, leaves, strict=True))
     return cfg, tree.replace(Decoder.abstract(cfg), new)
 

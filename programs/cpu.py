@@ -12,10 +12,12 @@ of a plain sum; and with no call in the way, all loops of a layer become one fun
 `flash` is torch's attention, for prefill: it keeps a block of scores in the processor's cache.
 
 `latent` is latent attention absorbed: see `programs/cpu_latent.py`. `chosen` reads the experts that a few tokens chose,
-in loops as those of `gemv`.
+in loops as those of `gemv`. `two_passes` is a step of the gated delta rule: a loop over the state for what it says of
+key and query, and one that writes it where it lies. A library's product of a state with two columns took nine times as
+long, and wants the state in memory of its own.
 
-Letters: N tokens of x, D width, B batch, S query tokens, T key tokens, H query heads, K key/value heads, G query heads
-per key/value head, E key width, V value width.
+Letters: N tokens of x, D width, B batch, S query tokens, T key tokens, H query heads (of a gated delta net value
+heads), K key/value heads, G query heads per key/value head, E key width, V value width, Y decays of a head.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor
 from .. import functional as F
 from ..functional.absorbed import split_heads
 from ..functional.core import grouped, masked_softmax, present, visible, wide
+from ..functional.delta import l2norm
 from ..functional.experts import gated
 from ..functional.primitive import PRIMITIVES
 from .cpu_latent import latent_attention
@@ -245,6 +248,33 @@ def expert_mlp(
     return torch.stack(out).to(x.dtype).view(x.shape)
 
 
+@_op
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    positions: Tensor,
+    segment_ids: None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `functional.gated_delta_rule`, of one token a row. Sums over E, which is innermost in a state."""
+    groups, scale = v.shape[2] // k.shape[2], q.shape[-1] ** -0.5
+    given = l2norm(q), l2norm(k), v, g.view(*v.shape[:3], -1), beta[..., None]
+    q_BHE, k_BHE, v_BHV, g_BHY, beta_BH1 = (wide(present(x, positions))[:, 0] for x in given)
+    q_BHE, k_BHE = (_once(x.repeat_interleave(groups, 1)) for x in (q_BHE, k_BHE))
+    position_B111 = positions[..., None, None]
+    old_BHVE = state.masked_fill(position_B111 == 0, 0)  # of a row that begins
+    decayed_BHVE = old_BHVE * _once(g_BHY.exp())[:, :, None]
+    said_BHV, seen_BHV = ((decayed_BHVE * x[:, :, None]).sum(-1) for x in (k_BHE, q_BHE))
+    delta_BHV = _once(beta_BH1 * (v_BHV - said_BHV))
+    o_BHV = scale * (seen_BHV + (q_BHE * k_BHE).sum(-1, keepdim=True) * delta_BHV)
+    new_BHVE = torch.addcmul(decayed_BHVE, delta_BHV[..., None], k_BHE[:, :, None])
+    return o_BHV[:, None].to(v.dtype), torch.where(position_B111 < 0, old_BHVE, new_BHVE)
+
+
 def _once(x: Tensor) -> Tensor:
     """x, computed once: as a part of the loop over a weight it would be computed again for each of its rows. The
     compiler does not look through a view of explicit strides; it takes them for those of the memory of x, so x is
@@ -294,6 +324,15 @@ def _chosen(call: Call) -> str | None:
     return f"{choices} choices among {experts} experts" if choices > experts else None
 
 
+def _two_passes(call: Call) -> str | None:
+    if (tokens := call.arguments["q"].shape[1]) != 1:
+        return f"{tokens} tokens a row, 1 alone"
+    missing = [name for name in ("state", "positions") if call.arguments[name] is None]
+    if missing:
+        return f"no {missing[0]}"
+    return None if call.arguments["segment_ids"] is None else "documents"
+
+
 _ops = getattr(torch.ops, _NAMESPACE)
 CPU_KERNELS = (
     Kernel("gemv", "norm_linear", _ops.norm_linear.default, _gemv),
@@ -306,4 +345,5 @@ CPU_KERNELS = (
     Kernel("flash", "core_attention", _ops.core_attention.default, _flash),
     Kernel("latent", "absorbed_core", _ops.absorbed_core.default),
     Kernel("chosen", "expert_mlp", _ops.expert_mlp.default, _chosen),
+    Kernel("two_passes", "gated_delta_rule", _ops.gated_delta_rule.default, _two_passes),
 )

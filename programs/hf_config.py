@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,9 @@ def normalized(fields: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """
     make = _config_class(model_type)
     try:
-        made: dict[str, Any] = make.from_dict(dict(fields) | {"model_type": model_type}).to_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of fields that a checkpoint has as it has them
+            made: dict[str, Any] = make.from_dict(dict(fields) | {"model_type": model_type}).to_dict()
     except Exception as error:  # a config class may raise anything, and its own words say best what is wrong
         said = " ".join(str(error).split())
         raise ValueError(f"transformers' {make.__name__} refuses the config: {said}") from error

@@ -107,7 +107,11 @@ class Program:
         # Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing.
         ropes = [each.attention.rope for each in model.config.layers]
         turns = [rope.original_max_position_embeddings for rope in ropes if rope and rope.rope_type == "longrope"]
-        self._rings = any(sizes.slots_of(each.attention.window) < sizes.slots for each in model.config.layers)
+        # A step overwrites what the state before it still needs: the oldest token of a ring, or a recurrent state.
+        self._spent = any(
+            isinstance(each.attention, F.GDNConfig) or sizes.slots_of(each.attention.window) < sizes.slots
+            for each in model.config.layers
+        )
         self._turns = sorted({turn for turn in turns if turn is not None})
         self._session = 0
         self._busy = threading.Lock()
@@ -250,12 +254,12 @@ class Program:
     def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
         """Feed each active row its token -> the state after it.
 
-        The state must be one of the last prefill, with rings the last one; its token may be another
-        (`dataclasses.replace(state, token=...)`).
+        The state must be one of the last prefill, with rings or gated delta nets the last one; its token may be
+        another (`dataclasses.replace(state, token=...)`).
         Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
         """
         if state.session != self._session or state.position.shape != (self.sizes.batch,):
-            last = "step" if self._rings else "prefill"
+            last = "step" if self._spent else "prefill"
             raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
         longest = int(state.position.max()) + 1
         if longest > self.sizes.max_len:
@@ -270,8 +274,7 @@ class Program:
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
             plain = dataclasses.replace(state, session=0, token=state.token.clone())
-            if self._rings:
-                # What the state before it saw of a ring may be gone after this step.
+            if self._spent:
                 self._session += 1
             read = self._read(max(longest, 1))
             new: State = self.decode.step(*self._inputs(), plain, self._eos(stop), read)

@@ -32,26 +32,45 @@ __all__ = ["Plan", "PlanRow", "make_plan"]
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One node. reads: bytes of parameters that it reads; context: bytes of cache, at most. kernel: its name, or why
-    there is none. at_most: whether `reads` depends on what tokens choose."""
+    """One node. reads: bytes of parameters that it reads; state: of what does not grow with context, all of it;
+    context: of a full cache. writes: bytes of cache. kernel: its name, or why there is none. at_most: whether `reads`
+    depends on what tokens choose."""
 
     names: str
     op: str
     shape: str
-    reads: int
-    context: int
     kernel: str
     chosen: bool
+    reads: int = 0
+    state: int = 0
+    context: int = 0
+    writes: int = 0
     at_most: bool = False
+
+    @property
+    def all_reads(self) -> str:
+        return _reads_text(self.reads + self.state + self.context, bool(self.context) or self.at_most)
 
 
 @dataclass(frozen=True)
 class PlanBlock:
-    """What runs once, or once for each of `layers`."""
+    """What runs once, or once for each of the layers of its title."""
 
     title: str
     repeats: int
     rows: tuple[PlanRow, ...]
+
+    def total(self, what: str) -> int:
+        """Of a field of its rows, for one layer."""
+        return sum(getattr(row, what) for row in self.rows)
+
+    def __str__(self) -> str:
+        if not self.title.startswith("layers["):
+            return self.title
+        read = sum(map(self.total, ("reads", "state", "context")))
+        text = _reads_text(read, any(row.context or row.at_most for row in self.rows))
+        each = ", each" if self.repeats > 1 else ","
+        return f"{self.title}{each} {' '.join(text.split())} and writes {size_text(self.total('writes'))}"
 
 
 @dataclass(frozen=True)
@@ -66,15 +85,28 @@ class PhasePlan:
     left: list[str]
     graph: Graph
 
+    def _total(self, what: str) -> int:
+        return sum(block.repeats * block.total(what) for block in self.blocks)
+
     @property
     def reads(self) -> int:
         """Bytes of parameters that one call reads."""
-        return sum(block.repeats * row.reads for block in self.blocks for row in block.rows)
+        return self._total("reads")
+
+    @property
+    def state(self) -> int:
+        """Bytes of states that one call reads, whatever the context."""
+        return self._total("state")
 
     @property
     def context(self) -> int:
         """Bytes of a full cache that one call reads."""
-        return sum(block.repeats * row.context for block in self.blocks for row in block.rows)
+        return self._total("context")
+
+    @property
+    def writes(self) -> int:
+        """Bytes of cache that one call writes, with every row active."""
+        return self._total("writes")
 
 
 @dataclass(frozen=True)
@@ -93,11 +125,6 @@ class Plan:
     dropout: str
     phases: Mapping[str, PhasePlan]
 
-    @property
-    def decode_reads(self) -> int:
-        """Bytes of weights and full cache that one decode step reads."""
-        return self.phases["decode"].reads + self.phases["decode"].context
-
     def __str__(self) -> str:
         s = self.sizes
         whose = (
@@ -105,7 +132,7 @@ class Plan:
             if self.converted
             else "read where the model keeps them"
         )
-        decode = self.phases["decode"].reads
+        decode = self.phases["decode"]
         how = "" if self.compiled else " eager"
         lines = [
             f"program {self.model}   {self.target}{how}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
@@ -120,22 +147,24 @@ class Plan:
             table = [row for block in phase.blocks for row in block.rows]
             widths = [max(len(getattr(r, a)) for r in table) for a in ("names", "op", "shape")]
             for block in phase.blocks:
-                lines.append(f"  {block.title}")
+                lines.append(f"  {block}")
                 for r in block.rows:
                     cells = [r.names.ljust(widths[0]), r.op.ljust(widths[1]), r.shape.ljust(widths[2])]
-                    read = f"reads    {size_text(r.reads):>10}" if r.reads else " " * 19
-                    if r.context or r.at_most:
-                        read = f"reads <= {size_text(r.reads + r.context):>10}"
+                    moved = f"writes   {size_text(r.writes):>10}" if r.writes else r.all_reads
                     kernel = r.kernel if self.compiled else "eager"
-                    lines.append(f"    {'  '.join(cells)}  {read}  {kernel}".rstrip())
+                    lines.append(f"    {'  '.join(cells)}  {moved:19}  {kernel}".rstrip())
+        read = [f"{size_text(decode.reads)} of weights"]
+        read += [f"{size_text(decode.state)} of states"] if decode.state else []
+        read += [f"at most {size_text(decode.context)} of cache"] if decode.context else []
+        text = " and ".join([*([", ".join(read[:-1])] if read[1:] else []), read[-1]])
+        always = decode.reads + decode.state + decode.writes
+        bound = f"bound: {_rate(always + decode.context)} steps a second for each GB/s of memory bandwidth"
         return "\n".join(
             [
                 *lines,
                 "",
-                f"a decode step reads {size_text(decode)} of weights and at most "
-                f"{size_text(self.phases['decode'].context)} of cache",
-                f"bound: {_rate(self.decode_reads)} steps a second for each GB/s of memory bandwidth, cache full; "
-                f"{_rate(decode)}, cache empty",
+                f"a decode step reads {text}, and writes {size_text(decode.writes)}",
+                bound + (f", cache full; {_rate(always)}, cache empty" if decode.context else ", at any context"),
             ]
         )
 
@@ -165,7 +194,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         graph = Graph(name, dynamo.capture(steps[name], *packed(params, caches), *inputs), paths)
         length = sizes.chunk if name == "prefill" else 1
         header = f"B={sizes.batch} S={length} T<={sizes.slots - 1}"
-        blocks = tuple(_Reader(graph, target, tuple(kernels)).blocks())
+        blocks = tuple(_Reader(graph, target, tuple(kernels), compiled).blocks())
         left = lower(graph.module, target, tuple(kernels))
         notes = _ways(model.config, sizes, length, target.dtype)
         phases[name] = PhasePlan(name, header, notes, blocks, left, graph)
@@ -225,8 +254,8 @@ def _dropout_text(cfg: F.DecoderConfig) -> str:
 class _Reader:
     """Reads rows and blocks from a graph."""
 
-    def __init__(self, graph: Graph, target: Target, kernels: tuple[Kernel, ...]) -> None:
-        self.graph, self.target, self.kernels = graph, target, kernels
+    def __init__(self, graph: Graph, target: Target, kernels: tuple[Kernel, ...], in_place: bool) -> None:
+        self.graph, self.target, self.kernels, self.in_place = graph, target, kernels, in_place
 
     def blocks(self) -> list[PlanBlock]:
         """Nodes before, in and after the layers; layers of one kind are one block. A kind of a single layer is no
@@ -268,26 +297,32 @@ class _Reader:
             kernel, text = choose(node, self.target, self.kernels)
             weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
             read = int(sum(_bytes(dynamo.value_of(n)) for n in weights) * share_read(node))
-            context = sum(_bytes(dynamo.value_of(n)) for n in node.all_input_nodes if _of_cache(n, inputs))
+            cached = sum(_bytes(dynamo.value_of(n)) for n in node.all_input_nodes if _of_cache(n, inputs))
+            kept = {"state" if name in _OF_STATES else "context": cached}
             at_most = name == "expert_mlp" and value.shape[:-1].numel() > 1
-            return PlanRow(names, name, shape_text(value), read, context, text, kernel is not None, at_most)
+            chosen = kernel is not None
+            return PlanRow(names, name, shape_text(value), text, chosen, reads=read, at_most=at_most, **kept)
         if node.target is torch.nn.functional.embedding:
-            return PlanRow(names, "embedding", shape_text(value), _bytes(value), 0, "compiler", True)
+            return PlanRow(names, "embedding", shape_text(value), "compiler", True, reads=_bytes(value))
         if node.op == "call_method" and node.target == "copy_":
             into, source = node.args
             assert isinstance(into, fx.Node)
             assert isinstance(source, fx.Node)
             written = source.args[2] if source.target == "index_put" else source
-            shape = shape_text(dynamo.value_of(written)) if isinstance(written, fx.Node) else ""
-            return PlanRow(re.sub(r"^cache\[\d+\]", "cache", inputs[into]), "write", shape, 0, 0, "compiler", True)
+            assert isinstance(written, fx.Node)
+            new, whose = dynamo.value_of(written), re.sub(r"^cache\[\d+\]", "cache", inputs[into])
+            writes = _bytes(new if self.in_place else dynamo.value_of(into))
+            return PlanRow(whose, "write", shape_text(new), "compiler", True, writes=writes)
         weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
         if weights and dynamo.region_of(node) is None and node.op != "output":
             op = node.target if isinstance(node.target, str) else node.target.__name__
             read = sum(_bytes(dynamo.value_of(n)) for n in weights)
-            return PlanRow(names, op, shape_text(value), read, 0, "compiler", True)
+            return PlanRow(names, op, shape_text(value), "compiler", True, reads=read)
         return None
 
 
+# Primitives that carry a state, of which they read all, whatever the context.
+_OF_STATES = ("short_conv", "gated_delta_rule")
 # Operations that read nothing, or a cache for what reads their result.
 _VIEWS = ("narrow", "split", "index_put", "masked_fill", "unsqueeze", "getitem", "cat")
 
@@ -329,9 +364,14 @@ def _bytes(value: Any) -> int:
     return math.prod(map(dynamo.largest, value.shape)) * value.element_size()
 
 
-def _rate(read: int) -> str:
-    """How often a second so many bytes are read at 1 GB/s, to three digits at least."""
-    rate = 1e9 / max(read, 1)
+def _reads_text(read: int, at_most: bool) -> str:
+    """`reads       1.3 MiB`, in the width of a column; nothing where nothing is read."""
+    return f"reads {'<=' if at_most else '  '} {size_text(read):>10}" if read else ""
+
+
+def _rate(moved: int) -> str:
+    """How often a second so many bytes are read or written at 1 GB/s, to three digits at least."""
+    rate = 1e9 / max(moved, 1)
     return f"{rate:.2f}" if rate >= 1 else f"{rate:.3g}"
 
 

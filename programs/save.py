@@ -61,7 +61,7 @@ def _check_loss(family: Family, folder: Path) -> None:
     wrapper = find_wrapper(str(there.config.get("model_type")))
     lost = family.leaves_out(there.shapes, there.config)
     if wrapper is not None:
-        lost += sorted(set(there.shapes) - set(wrapper.names(there.shapes).values()))
+        lost += sorted(set(there.shapes) - set(wrapper.names(there.shapes).values()) - set(lost))
     if lost:
         raise ValueError(
             f"save: {folder} has {len(lost)} tensors that were not read and would be lost, such as {lost[0]}\n"
@@ -70,7 +70,8 @@ def _check_loss(family: Family, folder: Path) -> None:
 
 
 def _check_config(model: Model, family: Family) -> None:
-    """A config that was changed after loading would not be the one that is written."""
+    """A config that was changed after loading would not be the one that is written, and one that transformers refuses
+    would be read by nobody."""
     said = family.config(model.hf_config)
     names = [f.name for f in dataclasses.fields(said) if getattr(said, f.name) != getattr(model.config, f.name)]
     if names == ["layers"] and "first_k_dense_replace" in model.hf_config:
@@ -83,6 +84,10 @@ def _check_config(model: Model, family: Family) -> None:
             f"save: model.config differs from what was read, in {', '.join(names)}; config.json would not say so\n"
             "    fix: save the parameters with the config they came with"
         )
+    try:
+        normalized(model.hf_config, family.model_type)
+    except ValueError as error:
+        raise ValueError(f"save: {error}\n    fix: load(layers=...) with other layers, or all of them") from error
 
 
 def _config(model: Model, family: Family) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def packed(params: F.Decoder, caches: Sequence[Cache]) -> tuple[F.Decoder, tuple
 class State(Tree):
     """Where each row stands: the token that comes next, and its position, -1 once the row has ended.
 
-    session: which prefill, with rings which step, the cache must still hold for it; 0 within a step."""
+    session: which prefill, with rings or gated delta nets which step, the cache must still hold for it; 0 within a
+    step."""
 
     token: Tensor = dim("B")
     logprob: Tensor = dim("B")

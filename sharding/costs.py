@@ -27,17 +27,36 @@ ROUNDS = 7
 @dataclass(frozen=True)
 class Costs:
     """latency: seconds of an exchange of next to nothing, by axis. bandwidth: bytes a second that a rank sends, by
-    axis. flops: arithmetic of one rank, a second."""
+    axis. flops: arithmetic of one rank, a second. Raises `ValueError` for an axis that has but one of the two, and for
+    numbers that cannot be."""
 
     latency: Mapping[str, float]
     bandwidth: Mapping[str, float]
     flops: float
 
+    def __post_init__(self) -> None:
+        for name, has, lacks in (
+            ("bandwidth", self.latency, self.bandwidth),
+            ("latency", self.bandwidth, self.latency),
+        ):
+            if more := [axis for axis in has if axis not in lacks]:
+                raise ValueError(f'Costs: no {name} of {more[0]}\n    fix: {name}={{..., "{more[0]}": ...}}')
+        for name, found in (("bandwidth", self.bandwidth), ("flops", {"a rank": self.flops})):
+            if wrong := [(axis, n) for axis, n in found.items() if not n > 0]:
+                raise ValueError(
+                    f"Costs: {name} of {wrong[0][0]} is {wrong[0][1]}\n    fix: more than 0, what is done in a second"
+                )
+        if late := [(axis, n) for axis, n in self.latency.items() if not n >= 0]:
+            raise ValueError(f"Costs: latency of {late[0][0]} is {late[0][1]}\n    fix: seconds, 0 or more")
+
     def seconds(self, axes: Sequence[str], sent: int) -> float:
         """Of one exchange over axes; of several, the slowest counts."""
         unknown = [axis for axis in axes if axis not in self.latency]
         if unknown:
-            raise ValueError(f"costs of {unknown[0]} are not known     known: {', '.join(self.latency) or 'none'}")
+            raise ValueError(
+                f"costs of {unknown[0]} are not known     known: {', '.join(self.latency) or 'none'}\n"
+                f'    fix: a latency and a bandwidth of "{unknown[0]}", which measure(mesh) finds on a mesh that has it'
+            )
         return max(self.latency[axis] + sent / self.bandwidth[axis] for axis in axes)
 
 
@@ -135,26 +154,54 @@ def best(
     sizes: global, as `Layout.plan` takes them; those of latents (B, S, H, L, N, R, V) rank layouts of latent attention
     among plain ones, in which keys and values are materialised first. options: the rest of its arguments (dtype,
     causal, window, cu_seqlens). A layout may bring a mesh of its own, as a pair: more of the same ranks over another
-    axis. A layout that cannot be on its mesh stands last, with the reason.
+    axis. A layout that cannot be on its mesh stands last, with the reason. Raises `SpecError` where that is all of
+    them, and for what is wrong with the sizes themselves; `TypeError` and `ValueError` for other arguments.
     """
-    found = []
-    for each in layouts:
-        layout, on = each if isinstance(each, tuple) else (each, mesh)
+    pairs = _pairs(layouts, mesh)
+    if not isinstance(costs, Costs):
+        raise TypeError(
+            f"best(costs=...): Costs are needed, not {type(costs).__name__}\n    fix: measure(mesh), or Costs(...)"
+        )
+    found, errors = [], []
+    for layout, on in pairs:
         try:
             made = layout.plan(on, **sizes, **options)
         except SpecError as error:
-            found.append(
-                Choice(layout, 0.0, 0.0, 0, textwrap.shorten(str(error).splitlines()[0], 90, placeholder=" ..."), None)
-            )
+            errors.append(error)
+            what = str(error).splitlines()[0].removeprefix(f"{layout.name}: ")
+            found.append(Choice(layout, 0.0, 0.0, 0, textwrap.shorten(what, 90, placeholder=" ..."), None))
             continue
         exchanges = sum(costs.seconds(e.axes, max(e.sends[1], e.receives[1])) for e in made.exchanges)
         found.append(Choice(layout, exchanges, 3 * made.flops[1] / costs.flops, made.peak, _why(made), made))
-    if not found:
-        raise ValueError("best(layouts=...): at least one layout is needed")
     if not any(choice.plan for choice in found):
+        if len(set(map(str, errors))) == 1 and not str(errors[0]).startswith(found[0].layout.name):
+            raise errors[0]  # of no layout
         reasons = "\n".join(f"    {choice.layout.name}: {choice.why}" for choice in found)
         raise SpecError(f"best: none of {len(found)} layouts can be on this mesh\n{reasons}", mesh=str(mesh))
     return Ranking(sorted(found, key=lambda choice: choice.seconds))
+
+
+def _pairs(layouts: Any, mesh: Mesh) -> list[tuple[Layout, Mesh]]:
+    """Each layout with its mesh."""
+    if isinstance(layouts, Layout):
+        raise TypeError("best(layouts=...): several are needed, not one Layout\n    fix: [layout, ...]")
+    found = [each if isinstance(each, tuple) else (each, mesh) for each in layouts]
+    if not found:
+        raise ValueError("best(layouts=...): at least one layout is needed\n    fix: [ulysses(), all_gather(), ...]")
+    for i, pair in enumerate(found):
+        kinds = tuple(type(each).__name__ for each in pair)
+        if len(pair) != 2 or not (isinstance(pair[0], Layout) and isinstance(pair[1], Mesh)):
+            raise TypeError(
+                f"best(layouts=...): each is a Layout, or a pair of a Layout and a Mesh, and that at {i} has "
+                f"{', '.join(kinds)}\n    fix: (layout, Mesh(...))"
+            )
+        layout, on = pair
+        if on.size != mesh.size:
+            raise ValueError(
+                f"best(layouts=...): {layout.name} is on {on}, {on.size} ranks, and mesh has {mesh.size}\n"
+                "    fix: the same ranks over other axes"
+            )
+    return found
 
 
 def _why(made: Plan) -> str:

@@ -2,6 +2,8 @@
 
 It sees every tensor that an operation makes, in forward and in backward, and when its memory is given back. So what
 autograd keeps counts for as long as autograd keeps it, and a view counts nothing. Tensors on meta have memory to count.
+
+This is the only file that asks torch, by private names, which memory a tensor lies in and what operations make.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "same_memory"]
 
 
 class Meter(TorchDispatchMode):
@@ -47,8 +49,7 @@ class Meter(TorchDispatchMode):
 
     def _count(self, x: Tensor, nbytes: int) -> bool:
         """Whether it is memory that was not known."""
-        memory = x.untyped_storage()
-        key = memory._cdata
+        memory, key = x.untyped_storage(), _key(x)
         if key in self._alive:
             return False
 
@@ -59,6 +60,16 @@ class Meter(TorchDispatchMode):
         self._alive[key] = weakref.ref(memory, freed)
         self._bytes += nbytes
         return True
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether one is a view of what the other is of; also for tensors without memory, which all lie at 0."""
+    return _key(a) == _key(b)
+
+
+def _key(x: Tensor) -> int:
+    found: int = x.untyped_storage()._cdata
+    return found
 
 
 def _nbytes(x: Tensor) -> int:

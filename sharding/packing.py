@@ -78,11 +78,14 @@ def together(x: Tensor, dims: Sequence[tuple[int, tuple[int, ...]]]) -> Tensor:
 
 class Spare:
     """Memory of exchanges that are over, for those to come: on a CPU, whose allocator gives large buffers back to the
-    system, new memory costs more time than the copy into it. Of as many bytes as the two largest exchanges had."""
+    system, new memory costs more time than the copy into it. Of as many bytes as the two largest exchanges had.
+
+    No tensor of inference mode, which training behind an evaluation could not write to."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
 
+    @torch.inference_mode(False)
     def take(self, like: Tensor, n: int) -> Tensor:
         """A buffer of n elements of the same dtype, on the same device."""
         for i, found in enumerate(self.kept):
@@ -90,8 +93,11 @@ class Spare:
                 return self.kept.pop(i).narrow(0, 0, n)
         return like.new_empty(n)
 
+    @torch.inference_mode(False)
     def give(self, flat: Tensor) -> None:
         """Nobody reads or writes it any more."""
+        if flat.is_inference():
+            return
         whole = flat.as_strided((flat.untyped_storage().nbytes() // flat.element_size(),), (1,), 0)
         self.kept = sorted([*self.kept, whole], key=lambda x: x.numel() * x.element_size())[-2:]
 

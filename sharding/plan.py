@@ -11,6 +11,7 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -212,7 +213,9 @@ def plan(
     for name in schedule.edges:
         for text in edges[name]:
             shards.check(parse(text), {**sizes, "T": sizes["S"]}, mesh.axes)
-    made = rehearse(layout, mesh, sizes, dtype, sight, cu)
+    # A thread has none of its caller's modes: no_grad, inference, transforms, hooks of autograd, fake tensors.
+    with ThreadPoolExecutor(1) as apart:
+        made = apart.submit(rehearse, layout, mesh, sizes, dtype, sight, cu).result()
     if schedule is MATERIALISED:
         made = [_projected(r, parse(edges["k"][0]).local(sizes, mesh, r.ranks[0]), sizes) for r in made]
     exchanges = _exchanges(made)

@@ -119,10 +119,11 @@ def rehearse(
 def _keys(
     schedule: Schedule, edges: Mapping[str, tuple[str, ...]], axes: Axes, sizes: Mapping[str, int]
 ) -> list[Callable[[int], object]]:
-    """What tells ranks apart in each step of each edge."""
+    """What tells ranks apart in each step of each edge, and in those that stay."""
     found = []
     for name in (*schedule.edges, *(["out"] if "out" in edges else [])):
-        for a, b in itertools.pairwise(edges[name]):
+        chain = edges[name]
+        for a, b in itertools.pairwise(chain) if len(chain) > 1 else [chain * 2]:
             text, left = f"{a} -> {b}", parse(a)
             letters = rules.letters((a,))
             given = tuple((letter, n) for letter, n in sizes.items() if letter in letters)

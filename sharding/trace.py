@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .mesh import Mesh
+from .meter import same_memory
 from .moves import Move
 from .transport import Call, moved
 
@@ -126,8 +127,8 @@ class Trace:
 
 
 def copied(x: Tensor, flat: Tensor) -> bool:
-    """Whether a buffer is other memory than a tensor; also for tensors without memory, which all lie at 0."""
-    return flat.numel() > 0 and x.untyped_storage()._cdata != flat.untyped_storage()._cdata
+    """Whether a buffer is other memory than a tensor."""
+    return flat.numel() > 0 and not same_memory(x, flat)
 
 
 def trace(mesh: Mesh) -> Trace:

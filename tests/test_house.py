@@ -62,7 +62,7 @@ def test_arrows_between_rooms(room):
 
 def test_only_one_file_touches_each_private_interface():
     owners = {"torch.utils._pytree": "functional/tree.py", "torch._dynamo": "programs/dynamo.py"}
-    owners["torch._inductor"] = "programs/dynamo.py"
+    owners |= {"torch._inductor": "programs/dynamo.py", "torch.utils._python_dispatch": "sharding/meter.py"}
     for private, owner in owners.items():
         users = {
             str(f.relative_to(ROOT))
@@ -81,6 +81,7 @@ def test_private_names_stand_in_one_file_each():
         "torch._C._functorch": "sharding/functorch.py",
         "_c10d_functional": "sharding/processes.py",
         "_dynamo_marked_constant": "sharding/constant.py",
+        "_cdata": "sharding/meter.py",
     }
     for private, owner in owners.items():
         users = {

@@ -1,8 +1,7 @@
 # %% [markdown]
 # The gated delta rule in chunks, beside transformers' own chunked fallback: prefill forward, and forward and backward,
 # fp32, in the sizes of Qwen3.5 (16 key and value heads, E = V = 128), batch 1. Both get the same tensors, in one
-# process, in turn; medians and spread, and what each keeps for its backward. A decode step of whole models is in
-# `gdn_decode.py`.
+# process, in turn; medians and spread, and what each holds for its backward and at most.
 
 # %%
 from __future__ import annotations
@@ -81,9 +80,8 @@ def show(lengths: list[int], rounds: int) -> None:
             text = [f"{statistics.median(t):.0f} ({min(t):.0f} to {max(t):.0f})" for t in times.values()]
             print(f"{tokens:>7} {name:22} {text[0]:>24} {text[1]:>24} {middle[1] / middle[0]:>5.1f}x")
         kept = [saved(rule, given) / 2**20 for rule in (ours, theirs)]
-        print(
-            f"{tokens:>7} {'kept for backward, MiB':22} {kept[0]:>24,.0f} {kept[1]:>24,.0f} {kept[1] / kept[0]:>5.1f}x"
-        )
+        text = f"{kept[0]:>24,.0f} {kept[1]:>24,.0f} {kept[1] / kept[0]:>5.1f}x"
+        print(f"{tokens:>7} {'kept for backward, MiB':22} {text}")
 
 
 # %%

@@ -8,7 +8,7 @@ from typing import Any
 from ...functional import AttentionConfig, GDNConfig, MLPConfig, MoEConfig, NormConfig
 from . import Leaves, mixture, parts
 
-__all__ = ["FULL", "QWEN", "conv", "every", "experts", "gated_attention", "gdn", "kinds", "qwen_norm", "sparse"]
+__all__ = ["FULL", "QWEN", "attentions", "conv", "every", "experts", "gated_attention", "gdn", "qwen_norm"]
 
 _QKV = ("q", "k", "v")
 # The attention of layers that have one.
@@ -52,19 +52,11 @@ def gdn(hf: Mapping[str, Any], norm: NormConfig, **options: Any) -> GDNConfig:
     )
 
 
-def kinds(hf: Mapping[str, Any], linear: Any, full: Any, default: Callable[[int], bool]) -> list[Any]:
-    """One of the two for each layer, by `layer_types`. default: whether a layer is full where the config does not say.
+def attentions(hf: Mapping[str, Any], linear: Any, full: Any, is_full: Callable[[int], bool]) -> list[Any]:
+    """One of the two for each layer, by `layer_types`. is_full: whether a layer is, where the config does not say.
     Fields from which transformers makes `layer_types` are explained by it."""
-    count, types = hf["num_hidden_layers"], hf.get("layer_types")
-    known = {"linear_attention": linear, "full_attention": full}
-    if types is None:
-        types = ["full_attention" if default(i) else "linear_attention" for i in range(count)]
-    unknown = sorted(set(types) - set(known))
-    if unknown:
-        raise ValueError(f"layer_types: {', '.join(unknown)} unknown\n    known: {', '.join(known)}")
-    if len(types) != count:
-        raise ValueError(f"layer_types: {len(types)} entries for num_hidden_layers={count}")
-    return [known[each] for each in types]
+    kinds = {"linear_attention": linear, "full_attention": full}
+    return parts.by_type(hf, kinds, lambda i: "full_attention" if is_full(i) else "linear_attention")
 
 
 def qwen_norm(hf: Mapping[str, Any]) -> NormConfig:
@@ -79,9 +71,9 @@ def gated_attention(hf: Mapping[str, Any], norm: NormConfig) -> AttentionConfig:
     return parts.attention(hf, norm=norm, qk_norm=norm, rope=rope, output_gate=True)
 
 
-def every(hf: Mapping[str, Any], interval: int = 4) -> Callable[[int], bool]:
+def every(hf: Mapping[str, Any]) -> Callable[[int], bool]:
     """Every fourth layer is full, or as `full_attention_interval` says."""
-    step = hf.get("full_attention_interval") or interval
+    step = hf.get("full_attention_interval") or 4
     return lambda i: (i + 1) % step == 0
 
 
@@ -103,9 +95,3 @@ def experts(hf: Mapping[str, Any], norm: NormConfig) -> MoEConfig:
         shared=shared,
         shared_gate=True,
     )
-
-
-def sparse(hf: Mapping[str, Any]) -> list[bool]:
-    """Which layers have experts."""
-    without, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-    return [i not in without and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]

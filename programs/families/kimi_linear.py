@@ -10,27 +10,18 @@ from ...functional import DecoderConfig, GDNConfig
 from . import Family, Leaves, hybrid, latent, mixture, parts
 from .fields import Renamed
 
-_BLOCK = "block_sparse_moe"
+_BLOCK = "block_sparse_moe"  # what files call both the experts of a layer and what it has without
+_EACH = ("gate", "up", "down")
 
 
-def _moe(module: str, path: str) -> dict[str, Leaves]:
-    """Of a layer with experts; files call the block otherwise than modules."""
-    return {
-        f"{parts.LAYER}mlp.{module}": Leaves((f"{parts.OURS}moe.{path}",), files=(f"{parts.LAYER}{_BLOCK}.{module}",))
-    }
+def _leaf(path: str, file: str, **options: Any) -> Leaves:
+    """One leaf, which files call otherwise than modules do."""
+    return Leaves((parts.OURS + path,), files=(parts.LAYER + file,), **options)
 
 
-def _dense(each: str) -> dict[str, Leaves]:
+def _dense(each: str) -> Leaves:
     """Of a layer without experts; transformers writes it under the name that it has in the others."""
-    name = f"{each}_proj.weight"
-    path, also = f"{parts.OURS}dense.{each}", f"{parts.LAYER}{_BLOCK}.{name}"
-    return {f"{parts.LAYER}mlp.{name}": Leaves((path,), also=(also,))}
-
-
-def _decay(name: str, path: str, **options: Any) -> dict[str, Leaves]:
-    """Of the decay, which modules have in a part of its own."""
-    file, paths = f"{parts.LAYER}self_attn.{name}", (f"{parts.OURS}linear.{path}",)
-    return {f"{parts.LAYER}self_attn.forget_gate.{name}": Leaves(paths, files=(file,), **options)}
+    return Leaves((f"{parts.OURS}dense.{each}",), also=(f"{parts.LAYER}{_BLOCK}.{each}_proj.weight",))
 
 
 _KDA = {
@@ -39,28 +30,27 @@ _KDA = {
     "g_b_proj.weight": "z_up",
     "o_norm.weight": "o_norm",
 }
+# In modules a part of the attention.
+_DECAY = {"f_a_proj.weight": "a_down", "f_b_proj.weight": "a_up", "dt_bias": "dt_bias"}
+_MOE = {
+    "gate.weight": "router",
+    "gate.e_score_correction_bias": "correction_bias",
+    **{f"shared_experts.{each}_proj.weight": f"shared.{each}" for each in _EACH},
+}
+_ATTENTION, _MLP = f"{parts.LAYER}self_attn.", f"{parts.LAYER}mlp."
 NAMES: dict[str, str | Leaves] = {
     **latent.NAMES,
-    **{f"{parts.LAYER}self_attn.{theirs}": f"{parts.OURS}linear.{ours}" for theirs, ours in _KDA.items()},
+    **{_ATTENTION + theirs: f"{parts.OURS}linear.{ours}" for theirs, ours in _KDA.items()},
     **hybrid.conv("self_attn", apart=True),
-    **_decay("f_a_proj.weight", "a_down"),
-    **_decay("f_b_proj.weight", "a_up"),
-    **_decay("dt_bias", "dt_bias"),
-    **_decay("A_log", "a_log", ones=(0, 1, 3)),
-    **_moe("gate.weight", "router"),
-    **_moe("gate.e_score_correction_bias", "correction_bias"),
     **{
-        k: v
-        for each in ("gate", "up", "down")
-        for k, v in _moe(f"shared_experts.{each}_proj.weight", f"shared.{each}").items()
+        f"{_ATTENTION}forget_gate.{theirs}": _leaf(f"linear.{ours}", f"self_attn.{theirs}")
+        for theirs, ours in _DECAY.items()
     },
-    **_dense("gate"),
-    **_dense("up"),
-    **_dense("down"),
+    f"{_ATTENTION}forget_gate.A_log": _leaf("linear.a_log", "self_attn.A_log", ones=(0, 1, 3)),
+    **{_MLP + theirs: _leaf(f"moe.{ours}", f"{_BLOCK}.{theirs}") for theirs, ours in _MOE.items()},
+    **{f"{_MLP}{each}_proj.weight": _dense(each) for each in _EACH},
     **mixture.experts(f"{_BLOCK}.experts.{{e}}.{{name}}.weight", ("w1", "w3", "w2")),
 }
-
-
 # Kimi's names of fields -> the usual ones.
 _FIELDS = {
     "n_shared_experts": "num_shared_experts",
@@ -90,7 +80,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         norm=norm,
         initializer_range=hf.get("initializer_range", 0.02),
     )
-    attentions = hybrid.kinds(hf, linear, latent.mla(hf, norm, None), lambda i: i > 0 and i % 4 == 0)
+    attentions = hybrid.attentions(hf, linear, latent.mla(hf, norm, None), lambda i: i > 0 and i % 4 == 0)
     dense, experts = latent.feeds(hf, norm, hf["num_experts"], **latent.sigmoid_routing(hf))
     types = hf.get("mlp_layer_types") or ["dense"] + ["sparse"] * (hf["num_hidden_layers"] - 1)
     kinds: dict[str, Any] = {"dense": dense, "sparse": experts}
@@ -105,7 +95,7 @@ def _as_it_is(name: str) -> Any:
 # What transformers derives other fields from, what is computed in this way alone, and what NoPE leaves unused.
 _INERT = {
     **{name: _as_it_is(name) for name in ("linear_attn_config", "first_k_dense_replace", "rope_theta")},
-    **{name: _as_it_is(name) for name in ("rope_parameters", "rope_scaling")},
+    **{name: _as_it_is(name) for name in ("rope_parameters", "rope_scaling", "head_dim", "num_nextn_predict_layers")},
     "mla_use_nope": True,
     "moe_router_activation_func": "sigmoid",
     "use_grouped_topk": True,

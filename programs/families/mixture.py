@@ -8,7 +8,7 @@ from typing import Any
 from ...functional import MoEConfig
 from . import Leaves, parts
 
-__all__ = ["experts", "moe"]
+__all__ = ["experts", "moe", "sparse"]
 
 _EACH = ("gate", "up", "down")
 # The one block of a layer without experts, and the one beside the experts.
@@ -40,3 +40,9 @@ def moe(hf: Mapping[str, Any], count: int, width: int, **options: Any) -> MoECon
         initializer_range=hf.get("initializer_range", 0.02),
         **options,
     )
+
+
+def sparse(hf: Mapping[str, Any]) -> list[bool]:
+    """Which layers have experts, as Qwen's configs say it."""
+    without, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    return [i not in without and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]

@@ -42,7 +42,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     linear = hybrid.gdn(
         hf, norm, allow_neg_eigval=bool(hf.get("linear_allow_neg_eigval", True)), gated_norm=NormConfig(eps=1e-5)
     )
-    attentions = hybrid.kinds(hf, linear, full, hybrid.every(hf))
+    attentions = hybrid.attentions(hf, linear, full, lambda i: i % 4 == 3)
     front, behind = (parts.mlp(hf, hf.get("hidden_act"), **{where: norm}) for where in ("norm", "post_norm"))
     _ = [hf.get(name) for name in _DRAWN]
     stack = parts.layers(hf, attentions, [front if each is linear else behind for each in attentions])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ...functional import (
     AttentionConfig,
@@ -18,7 +18,9 @@ from ...functional import (
 )
 from ...functional.rope import ROPE_TYPES
 
-__all__ = ["activation", "attention", "decoder", "layers", "mlp", "names", "rms", "rope", "windows"]
+__all__ = ["activation", "attention", "by_type", "decoder", "layers", "mlp", "names", "rms", "rope", "windows"]
+
+Kind = TypeVar("Kind")
 
 LAYER = "model.layers.{i}."
 OURS = ".layers[{i}]."
@@ -113,12 +115,18 @@ def decoder(
 def windows(hf: Mapping[str, Any]) -> list[int | None]:
     """The window of each layer, from `layer_types` and `sliding_window`."""
     kinds = {"full_attention": None, "sliding_attention": hf.get("sliding_window")}
-    types = hf.get("layer_types") or ["full_attention"] * hf["num_hidden_layers"]
+    return by_type(hf, kinds, lambda i: "full_attention")
+
+
+def by_type(hf: Mapping[str, Any], kinds: Mapping[str, Kind], default: Callable[[int], str]) -> list[Kind]:
+    """One of `kinds` for each layer, as `layer_types` says; default: the type of a layer where the config does not."""
+    count = hf["num_hidden_layers"]
+    types = hf.get("layer_types") or [default(i) for i in range(count)]
     unknown = sorted(set(types) - set(kinds))
     if unknown:
         raise ValueError(f"layer_types: {', '.join(unknown)} unknown\n    known: {', '.join(kinds)}")
-    if len(types) != hf["num_hidden_layers"]:
-        raise ValueError(f"layer_types: {len(types)} entries for num_hidden_layers={hf['num_hidden_layers']}")
+    if len(types) != count:
+        raise ValueError(f"layer_types: {len(types)} entries for num_hidden_layers={count}")
     return [kinds[each] for each in types]
 
 

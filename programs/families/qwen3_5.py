@@ -29,7 +29,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """transformers' `Qwen3_5TextConfig` or `Qwen3_5MoeTextConfig`, as a mapping, to ours."""
     norm = hybrid.qwen_norm(hf)
     linear = hybrid.gdn(hf, norm, gated_norm=parts.rms(hf))
-    attentions = hybrid.kinds(hf, linear, hybrid.gated_attention(hf, norm), hybrid.every(hf))
+    attentions = hybrid.attentions(hf, linear, hybrid.gated_attention(hf, norm), hybrid.every(hf))
     if hf.get("num_experts"):
         feed: Any = hybrid.experts(hf, norm)
         _ = hf.get("intermediate_size")  # of layers without, which there are none of
@@ -38,8 +38,17 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return parts.decoder(hf, parts.layers(hf, attentions, feed), norm)
 
 
+# What published configs of Qwen say beside: that attention has its gate, the dtype of a state, no windows, and what the
+# part that guesses further tokens is like, which is left out.
+INERT: dict[str, Any] = {
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "use_sliding_window": False,
+    "mtp_num_hidden_layers": lambda hf: hf["mtp_num_hidden_layers"],
+    "mtp_use_dedicated_embeddings": lambda hf: hf["mtp_use_dedicated_embeddings"],
+}
 LEFT_OUT = ("mtp.",)
-FAMILY = Family(model_type="qwen3_5_text", config=config, names=NAMES, left_out=LEFT_OUT)
+FAMILY = Family(model_type="qwen3_5_text", config=config, names=NAMES, inert=INERT, left_out=LEFT_OUT)
 PARTS: dict[str, Any] = {
     "field": "text_config",
     "prefixes": {"model.language_model.": "model."},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from . import Family, Wrapper, qwen3_5
+from dataclasses import replace
 
-FAMILY = Family(model_type="qwen3_5_moe_text", config=qwen3_5.config, names=qwen3_5.NAMES, left_out=qwen3_5.LEFT_OUT)
+from . import Wrapper, qwen3_5
+
+FAMILY = replace(qwen3_5.FAMILY, model_type="qwen3_5_moe_text")
 WRAPPER = Wrapper(model_type="qwen3_5_moe", **qwen3_5.PARTS)

@@ -31,10 +31,9 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         norm=norm,
         norm_topk_prob=bool(hf.get("norm_topk_prob", False)),
     )
-    without, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-    sparse = [i not in without and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
     _ = hf.get("use_sliding_window"), hf.get("max_window_layers")  # said by sliding_window
-    return parts.decoder(hf, parts.layers(hf, attention, [experts if each else dense for each in sparse]), norm)
+    feeds = [experts if each else dense for each in mixture.sparse(hf)]
+    return parts.decoder(hf, parts.layers(hf, attention, feeds), norm)
 
 
 FAMILY = Family(model_type="qwen3_moe", config=config, names={**NAMES, **EXPERTS})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...functional import DecoderConfig
-from . import Family, Leaves, hybrid, parts
+from . import Family, Leaves, hybrid, mixture, parts, qwen3_5
 
 _GDN = {
     "in_proj_qkvz.weight": "qkvz",
@@ -27,10 +27,10 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """transformers' `Qwen3NextConfig`, as a mapping, to ours."""
     norm = hybrid.qwen_norm(hf)
     linear = hybrid.gdn(hf, norm, interleaved=True, gated_norm=parts.rms(hf))
-    attentions = hybrid.kinds(hf, linear, hybrid.gated_attention(hf, norm), hybrid.every(hf))
+    attentions = hybrid.attentions(hf, linear, hybrid.gated_attention(hf, norm), hybrid.every(hf))
     dense, experts = parts.mlp(hf, hf.get("hidden_act"), norm=norm), hybrid.experts(hf, norm)
-    feeds = [experts if each else dense for each in hybrid.sparse(hf)]
+    feeds = [experts if each else dense for each in mixture.sparse(hf)]
     return parts.decoder(hf, parts.layers(hf, attentions, feeds), norm)
 
 
-FAMILY = Family(model_type="qwen3_next", config=config, names=NAMES, left_out=("mtp.",))
+FAMILY = Family(model_type="qwen3_next", config=config, names=NAMES, inert=qwen3_5.INERT, left_out=("mtp.",))

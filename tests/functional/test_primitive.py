@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from meshfn import functional as F
+from meshfn.functional.recurrence import gated_delta_rule, short_conv
 
 X, W = torch.randn(3, 4, 8), torch.randn(5, 8)
 POSITIONS = torch.arange(4)[None]
@@ -18,26 +19,49 @@ CALLS = {
     "decode_attention": lambda x: F.decode_attention(
         x[..., None, :], x[..., None, :], x[..., None, :], q_positions=POSITIONS, k_positions=POSITIONS
     ),
+    "gated_rms_norm": lambda x: F.gated_rms_norm(x, torch.ones(8), x),
     "sample_advance": lambda x: F.sample_advance(x[:, 0], POSITIONS[0, :3], torch.tensor([1]))[1],
 }
 
+# Those with a derivative of their own.
+DERIVED = {
+    "short_conv": lambda x: short_conv(x[..., None, :], torch.ones(8, 1, 3), None, activation="silu")[0],
+    "gated_delta_rule": lambda x: gated_delta_rule(
+        x[..., None, :], x[..., None, :], x[..., None, :], -x[..., :1].abs(), x[..., :1].sigmoid(), None
+    )[0],
+}
 
-@pytest.mark.parametrize("name", CALLS)
-def test_one_node_that_decomposes(name):
+
+def one_node(name, fn):
+    """In the graph of fn, which computes the same."""
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    fn = CALLS[name]
     torch.testing.assert_close(torch.compile(fn, fullgraph=True, backend=backend)(X), fn(X))
     nodes = [n for n in graphs[0].graph.nodes if getattr(n.target, "_qualified_op_name", "") == f"meshfn::{name}"]
     assert len(nodes) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_node_that_decomposes(name):
+    fn = CALLS[name]
+    one_node(name, fn)
     x = X.clone().requires_grad_()
     compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
     got, want = (torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, fn))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_one_with_a_derivative_of_its_own_is_inlined_where_one_is_taken(name):
+    fn = DERIVED[name]
+    with torch.no_grad():
+        one_node(name, fn)
+    gradient = torch.func.grad(lambda x: fn(x).square().sum())
+    torch.testing.assert_close(torch.compile(gradient, fullgraph=True, backend="aot_eager")(X), gradient(X))
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "sample_advance"])

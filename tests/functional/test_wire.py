@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch import Tensor
 from ..tiny import llama, ours
 from .gdn_cases import config
 from .latent_cases import tiny
+
+LINEAR = F.GDNConfig(hidden_size=20, num_key_heads=2, num_value_heads=4, key_head_dim=3, value_head_dim=5)
+KDA = replace(LINEAR, num_value_heads=2, channel_decay=True, decay_rank=3, gate_rank=3)
 
 
 class Counting:
@@ -53,6 +57,11 @@ class Counting:
         return Counting(self.log, f"{self.prefix}{name}.")
 
 
+def without(declared, *parts):
+    """The names of edges that are of none of these parts."""
+    return {name for name in declared if not any(f".{part}." in name for part in parts)}
+
+
 def test_every_edge_passes_with_the_shape_it_declares():
     model = ours(llama(layers=2))
     tokens = torch.randint(0, 97, (2, 5))
@@ -81,29 +90,46 @@ def test_every_edge_passes_with_the_shape_it_declares():
     ends = [("pass", "tokens", (2, 5)), ("pass", "embedded", (2, 5, 48))], [("pass", "logits", (2, 5, 97))]
     assert log == [*ends[0], *one_layer, *one_layer, *ends[1]]
     declared = edges_of(F.decoder)
-    parts = (".moe.", ".mla.", ".gdn.")
-    assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
+    assert {name for _, name, _ in log} == without(declared, "moe", "mla", "gdn")
     sizes = {"B": 2, "S": 5, "T": 5, "D": 48, "K": 2, "G": 3, "E": 8, "V": 8, "F": 40, "Z": 97}
     for _, name, shape in log:
         if shape is not None:
             assert F.shapes.shape_of(declared[name], sizes) == shape
 
 
-def test_latent_attention_passes_its_edges_in_a_decoder():
-    layers = F.LayerConfig(attention=tiny(), mlp=F.MLPConfig(hidden_size=20, intermediate_size=9))
+@pytest.mark.parametrize(
+    ("attention", "others"),
+    [(tiny(), ("moe", "attention", "gdn")), (LINEAR, ("moe", "attention", "mla")), (KDA, ("moe", "attention", "mla"))],
+    ids=["mla", "gdn", "gdn by channel"],
+)
+def test_other_kinds_of_attention_pass_their_edges_in_a_decoder(attention, others):
+    layers = F.LayerConfig(attention=attention, mlp=F.MLPConfig(hidden_size=20, intermediate_size=9))
     cfg = F.DecoderConfig(vocab_size=97, hidden_size=20, layers=(layers, layers))
     log: list[tuple[str, str, Any]] = []
-    tokens = torch.randint(0, 97, (2, 5))
-    plain, _ = F.decoder(F.Decoder.init(cfg, 0), tokens, cfg)
-    wired, _ = F.decoder(F.Decoder.init(cfg, 0), tokens, cfg, wire=Counting(log))
+    tokens, positions = torch.randint(0, 97, (2, 5)), torch.arange(5)[None]
+    options = {"positions": positions, "segment_ids": torch.zeros(2, 5, dtype=torch.int64)}
+    plain, _ = F.decoder(F.Decoder.init(cfg, 0), tokens, cfg, **options)
+    wired, _ = F.decoder(F.Decoder.init(cfg, 0), tokens, cfg, **options, wire=Counting(log))
     assert torch.equal(plain, wired)
     declared = edges_of(F.decoder)
-    parts = (".moe.", ".attention.", ".gdn.")
-    assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
-    sizes = {**tiny().sizes, "B": 2, "S": 5, "T": 5, "F": 9, "Z": 97}
+    assert {name for _, name, _ in log} == without(declared, *others)
+    sizes = {**attention.sizes, "B": 2, "S": 5, "T": 5, "F": 9, "Z": 97}
     for _, name, shape in log:
         if shape is not None:
-            assert F.shapes.shape_of(declared[name], sizes) == shape
+            assert F.shapes.shape_of(declared[name], sizes) == shape, name
+
+
+def test_a_mask_for_a_gated_delta_net_is_refused_before_anything_moves():
+    mlp = F.MLPConfig(hidden_size=20, intermediate_size=9)
+    layers = tuple(F.LayerConfig(attention=each, mlp=mlp) for each in (tiny(), LINEAR))
+    cfg = F.DecoderConfig(vocab_size=97, hidden_size=20, layers=layers)
+    params, log = F.Decoder.init(cfg, 0), []
+    mask, told = torch.ones(5, 5, dtype=torch.bool), {"positions": torch.arange(5)[None]}
+    with pytest.raises(ValueError, match=r"decoder\(mask=...\): a gated delta net reads a state"):
+        F.decoder(params, torch.ones(2, 5, dtype=torch.int64), cfg, mask=mask, wire=Counting(log))
+    with pytest.raises(ValueError, match=r"layer\(mask=...\): a gated delta net reads a state"):
+        F.layer(params.layers[1], torch.randn(2, 5, 20), layers[1], mask=mask, wire=Counting(log), **told)
+    assert not log
 
 
 def test_a_gated_delta_net_passes_its_edges_in_a_decoder():
@@ -131,9 +157,10 @@ def test_a_gated_delta_net_passes_its_edges_in_a_decoder():
 
 
 def test_parts_that_stand_for_each_other_are_declared():
+    kinds = {"attention": F.Attention, "mla": F.MLA, "gdn": F.GDN}
     assert choices_of(F.attention) == ()
-    assert choices_of(F.layer) == ({"attention": F.Attention, "mla": F.MLA, "gdn": F.GDN},)
-    wanted = ({"layers.attention": F.Attention, "layers.mla": F.MLA, "layers.gdn": F.GDN},)
+    assert choices_of(F.layer) == (kinds,)
+    wanted = ({f"layers.{name}": kind for name, kind in kinds.items()},)
     assert choices_of(F.decoder) == choices_of(F.backbone) == choices_of(F.next_token_loss) == wanted
 
 

@@ -9,6 +9,9 @@ Read off copies in public sources, whose fields and values are kept; line breaks
 - gemma-3-1b-it: the copy is cut to 6 layers and a window of 4; these are 26 and 512 again.
 - Nemotron-Mini-4B-Instruct: the copy names no checkpoint, its sizes are this one's.
 - GLM-4.7-Flash: the copy is vLLM's test of its config; hidden_act, further layers and versions are from memory.
+- Qwen3.5-9B and Kimi-Linear: put together from copies of parts, which say what changes a computation. Qwen3-Next: the copy
+  is Qwen3-Coder-Next's, of the same sizes; its rope_theta is from memory. Olmo-Hybrid-7B: the defaults of transformers'
+  config, which are said to be this checkpoint's.
 Three of them have packed weights (gpt-oss-20b, DeepSeek-V3, Kimi-K2-Instruct), which their sizes know nothing of.
 """
 
@@ -208,4 +211,32 @@ PUBLISHED: dict[str, str] = {
 "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": false, "pad_token_id": 199999, "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
 "lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false}, "rope_theta": 150000,
 "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true, "vocab_size": 201088}""",
+    "Qwen/Qwen3.5-9B": """{"architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5", "text_config": {"attention_bias": false, "attention_dropout": 0.0, "attn_output_gate": true, "dtype": "bfloat16", "eos_token_id":
+248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288, "layer_types": ["linear_attention", "linear_attention", "linear_attention",
+"full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention",
+"full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention",
+"full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim":
+128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "num_attention_heads": 16,
+"num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+"use_cache": true, "vocab_size": 248320}, "tie_word_embeddings": false, "transformers_version": "4.57.0.dev0", "video_token_id": 248057, "vision_config": {"depth": 27, "hidden_size": 1152, "in_channels": 3, "intermediate_size": 4304,
+"model_type": "qwen3_5", "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}, "vision_end_token_id": 248054, "vision_start_token_id": 248053}""",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": """{"architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+"initializer_range": 0.02, "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+"mlp_only_layers": [], "model_type": "qwen3_next", "moe_intermediate_size": 512, "norm_topk_prob": true, "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+"output_router_logits": false, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": false,
+"torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}""",
+    "allenai/Olmo-Hybrid-7B": """{"architectures": ["OlmoHybridForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": null, "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 3840, "initializer_range": 0.02, "intermediate_size":
+11008, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention",
+"linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention",
+"linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention", "linear_attention", "full_attention"], "linear_allow_neg_eigval": true,
+"linear_conv_kernel_dim": 4, "linear_key_head_dim": 96, "linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_value_head_dim": 192, "max_position_embeddings": 65536, "model_type": "olmo_hybrid", "num_attention_heads": 30,
+"num_hidden_layers": 32, "num_key_value_heads": 30, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": false, "use_cache": true, "vocab_size":
+100352, "dtype": "bfloat16", "transformers_version": "5.3.0"}""",
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": """{"architectures": ["KimiLinearForCausalLM"], "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig", "AutoModel": "modeling_kimi.KimiLinearModel", "AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"}, "bos_token_id":
+163584, "dtype": "bfloat16", "eos_token_id": 163586, "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu", "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216, "kv_lora_rank": 512, "linear_attn_config":
+{"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26], "num_heads": 32, "short_conv_kernel_size": 4}, "mla_use_nope": true,
+"model_max_length": 1048576, "model_type": "kimi_linear", "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": true, "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1,
+"num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "pad_token_id": 163839, "q_lora_rank": null, "qk_nope_head_dim": 128,
+"qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": false, "topk_group": 1, "transformers_version": "4.56.2", "use_cache": true,
+"use_grouped_topk": true, "v_head_dim": 128, "vocab_size": 163840}""",
 }

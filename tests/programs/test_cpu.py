@@ -12,7 +12,8 @@ from meshfn import functional as F
 from meshfn import programs
 from meshfn.functional.core import core_attention
 from meshfn.programs import dynamo, onednn
-from meshfn.programs.cpu import MOST_TOKENS
+from meshfn.programs.cpu import CPU_KERNELS, MOST_TOKENS
+from meshfn.programs.kernel import Call
 from torch._inductor.utils import run_and_get_code
 from torch.nn.attention import SDPBackend
 
@@ -283,3 +284,39 @@ def test_the_token_is_the_largest_of_the_logits_as_stored():
     for _ in range(20):
         assert state.token[0] == state.logits[0].argmax()
         state = program.decode(state)
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_step_of_the_delta_rule(channels, heads, dtype):
+    """The definition, token by token, at odd sizes; a row that begins, one that goes on, one without a token."""
+    K, G = heads
+    q, k = (strided(3, 1, K, 7, dtype=dtype) for _ in range(2))
+    v = strided(3, 1, K * G, 5, dtype=dtype)
+    g = -torch.rand(3, 1, K * G, *([7] if channels else []), dtype=torch.promote_types(dtype, torch.float32))
+    beta = torch.rand(3, 1, K * G, dtype=g.dtype)
+    state = torch.randn(3, K * G, 5, 7, dtype=g.dtype)
+    positions = torch.tensor([[0], [4], [-1]])
+    state[0], v[2], k[2] = torch.nan, torch.nan, torch.nan
+    o, new = CPU.gated_delta_rule(q, k, v, g, beta, state, positions=positions)
+    begun = torch.cat((torch.zeros_like(state[:1]), state[1:]))
+    given = (F.l2norm(q[:2].double()), F.l2norm(k[:2].double()), v[:2].double(), g[:2].double(), beta[:2].double())
+    wanted, after = F.gated_delta_rule_scan(*given, initial_state=begun[:2].double(), output_final_state=True)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(o[:2].double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(new[:2].double(), after, rtol=min(tolerance, 1e-5), atol=min(tolerance, 1e-5))
+    assert torch.equal(new[2], state[2])
+    assert (o.dtype, new.dtype) == (dtype, g.dtype)
+
+
+def test_a_step_alone_goes_by_loops():
+    q = torch.zeros(1, 2, 1, 4)
+    arguments = {"q": q, "state": torch.zeros(1, 1, 4, 4), "positions": torch.zeros(1, 2), "segment_ids": None}
+    (kernel,) = (each for each in CPU_KERNELS if each.primitive == "gated_delta_rule")
+    reason = lambda **more: kernel.supports(Call("gated_delta_rule", arguments | more, None))  # noqa: E731
+    assert reason() == "2 tokens a row, 1 alone"
+    assert reason(q=q[:, :1], state=None) == "no state"
+    assert reason(q=q[:, :1], positions=None) == "no positions"
+    assert reason(q=q[:, :1], segment_ids=q) == "documents"
+    assert reason(q=q[:, :1]) is None

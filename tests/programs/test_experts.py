@@ -153,6 +153,9 @@ def test_layers_that_predict_more_tokens_are_left_out(folder):
         ("deepseek_v3", [2], []),
         ("glm4_moe_lite", [2, 1], [1]),
         ("qwen3_moe", [1, 0], [0]),
+        ("qwen3_next", [1, 0], [0]),
+        ("kimi_linear", [2, 1], []),
+        ("kimi_linear", [1, 0], [1]),
     ],
 )
 def test_some_layers(name, layers, dense, tmp_path):

@@ -216,11 +216,11 @@ def test_messages(folder):
         "\n\n".join(texts),
         """\
 model_type "supernova" is unknown
-    known: cohere, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25, llama, mistral, mixtral, nemotron, olmo2, phi, phi3, qwen2, qwen3, qwen3_moe, smollm3
+    known: cohere, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25, kimi_linear, llama, mistral, mixtral, nemotron, olmo2, olmo_hybrid, phi, phi3, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, smollm3
     fix: like="llama", where its layers are those of a known family
 
 llama/config.json names no model_type
-    known: cohere, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25, llama, mistral, mixtral, nemotron, olmo2, phi, phi3, qwen2, qwen3, qwen3_moe, smollm3
+    known: cohere, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25, kimi_linear, llama, mistral, mixtral, nemotron, olmo2, olmo_hybrid, phi, phi3, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, smollm3
     fix: like="llama", where its layers are those of a known family
 
 transformers' LlamaConfig refuses the config: Class validation error for validator 'validate_architecture': ValueError: The hidden size (46) is not a multiple of the number of attention heads (6).

@@ -249,7 +249,7 @@ source ".../model.bin" is no GGUF file
 broken.gguf is no readable GGUF file: Sorry, file appears to be version 1953849888 which we cannot handle
 
 model_type "gpt2" is unknown
-    known: cohere, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25, llama, mistral, mixtral, nemotron, olmo2, phi, phi3, qwen2, qwen3, qwen3_moe, smollm3
+    known: cohere, deepseek_v2, deepseek_v3, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25, kimi_linear, llama, mistral, mixtral, nemotron, olmo2, olmo_hybrid, phi, phi3, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next, smollm3
     fix: like="llama", where its layers are those of a known family
 
 Linear has no transformers config

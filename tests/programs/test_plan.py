@@ -27,7 +27,7 @@ program smollm2-135m   cpu float32   batch 1   max_len 1024   chunk 256
 prefill   B=1 S=256 T<=1024
   before the layers
     x                       embedding       1 256 576   reads     576.0 KiB  compiler
-  layers[0..29] x30
+  layers[0..29] x30, each reads <= 15.0 MiB and writes 384.0 KiB
     q k v                   norm_linear     1 256 576   reads       2.1 MiB  onednn
     k_BSKE                  apply_rope      1 256 3 64                       compiler (no cpu kernel)
     q_BSHE                  apply_rope      1 256 9 64                       compiler (no cpu kernel)
@@ -35,8 +35,8 @@ prefill   B=1 S=256 T<=1024
     out_BSD                 norm_linear     1 256 576   reads       1.3 MiB  onednn
     h_BSF                   gated_mlp       1 256 1536  reads       6.8 MiB  onednn
     out_BSD                 norm_linear     1 256 576   reads       3.4 MiB  onednn
-    cache.k                 write           1 256 3 64                       compiler
-    cache.v                 write           1 256 3 64                       compiler
+    cache.k                 write           1 256 3 64  writes    192.0 KiB  compiler
+    cache.v                 write           1 256 3 64  writes    192.0 KiB  compiler
   after the layers
     logits_Z                norm_linear     1 49152     reads     108.0 MiB  gemv
     token logprob position  sample_advance  1                                compiler (no cpu kernel)
@@ -44,7 +44,7 @@ prefill   B=1 S=256 T<=1024
 decode   B=1 S=1 T<=1024
   before the layers
     x                       embedding         1 1 576   reads       2.2 KiB  compiler
-  layers[0..29] x30
+  layers[0..29] x30, each reads <= 15.0 MiB and writes 1.5 KiB
     q k v                   norm_linear       1 1 576   reads       2.1 MiB  gemv
     k_BSKE                  apply_rope        1 1 3 64                       compiler (no cpu kernel)
     q_BSHE                  apply_rope        1 1 9 64                       compiler (no cpu kernel)
@@ -52,13 +52,13 @@ decode   B=1 S=1 T<=1024
     out_BSD                 norm_linear       1 1 576   reads       1.3 MiB  gemv
     h_BSF                   gated_mlp         1 1 1536  reads       6.8 MiB  gemv
     out_BSD                 norm_linear       1 1 576   reads       3.4 MiB  gemv
-    cache.k                 write             1 1 3 64                       compiler
-    cache.v                 write             1 1 3 64                       compiler
+    cache.k                 write             1 1 3 64  writes        768 B  compiler
+    cache.v                 write             1 1 3 64  writes        768 B  compiler
   after the layers
     logits_Z                norm_linear       1 49152   reads     108.0 MiB  gemv
     token logprob position  sample_advance    1                              compiler (no cpu kernel)
 
-a decode step reads 513.1 MiB of weights and at most 45.0 MiB of cache
+a decode step reads 513.1 MiB of weights and at most 45.0 MiB of cache, and writes 45.0 KiB
 bound: 1.71 steps a second for each GB/s of memory bandwidth, cache full; 1.86, cache empty""",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
@@ -13,6 +14,8 @@ def summary(model: programs.Model) -> str:
     """`llama 134.5 M bfloat16, 30 layers, default 100000` of a model: what a reader can check against its card."""
     layers = model.config.layers
     latent = ", latent" if any(isinstance(each.attention, F.MLAConfig) for each in layers) else ""
+    nets = sum(isinstance(each.attention, F.GDNConfig) for each in layers)
+    states = f", {nets} gated delta nets" if nets else ""
     sparse = [each.mlp for each in layers if isinstance(each.mlp, F.MoEConfig)]
     experts = f", {len(sparse)} with {sparse[0].num_experts} experts" if sparse else ""
     windows = [each.attention.window for each in layers if each.attention.window is not None]
@@ -24,8 +27,8 @@ def summary(model: programs.Model) -> str:
     window = f", {len(windows)} with a window of {windows[0]}" if windows else ""
     dtype = str(model.dtype).removeprefix("torch.")
     return (
-        f"{model.family.model_type} {model.num_parameters / 1e6:.1f} M {dtype}, {len(layers)} layers{latent}{experts}{window}, "
-        f"{turns}"
+        f"{model.family.model_type} {model.num_parameters / 1e6:.1f} M {dtype}, {len(layers)} layers{latent}{states}{experts}{window}, "
+        f"{turns or 'no rotary embedding'}"
     )
 
 
@@ -85,5 +88,40 @@ moonshotai/Kimi-K2-Instruct: deepseek_v3 1026408.2 M bfloat16, 61 layers, latent
 zai-org/GLM-4.7-Flash: glm4_moe_lite 29943.4 M bfloat16, 47 layers, latent, 46 with 64 experts, default 1e+06
 Qwen/Qwen3-30B-A3B: qwen3_moe 30532.1 M bfloat16, 48 layers, 48 with 128 experts, default 1e+06
 mistralai/Mixtral-8x7B-v0.1: mixtral 46702.8 M bfloat16, 32 layers, 32 with 8 experts, default 1e+06
-openai/gpt-oss-20b: gpt_oss 20914.8 M float32, 24 layers, 24 with 32 experts, 12 with a window of 128, yarn 150000""",
+openai/gpt-oss-20b: gpt_oss 20914.8 M float32, 24 layers, 24 with 32 experts, 12 with a window of 128, yarn 150000
+Qwen/Qwen3.5-9B: qwen3_5_text 8953.8 M bfloat16, 32 layers, 24 gated delta nets, default 1e+07 of 0.25
+Qwen/Qwen3-Next-80B-A3B-Instruct: qwen3_next 79674.4 M bfloat16, 48 layers, 36 gated delta nets, 48 with 512 experts, default 1e+07 of 0.25
+allenai/Olmo-Hybrid-7B: olmo_hybrid 7430.9 M bfloat16, 32 layers, 24 gated delta nets, default 10000
+moonshotai/Kimi-Linear-48B-A3B-Instruct: kimi_linear 49122.7 M bfloat16, 27 layers, latent, 20 gated delta nets, 26 with 256 experts, no rotary embedding""",
+    )
+
+
+def test_hybrid_models_are_planned_from_their_configs(tmp_path):
+    """One layer of each kind, without weights: what a step reads and writes for each."""
+    lines = []
+    for name in list(PUBLISHED)[-4:]:
+        (tmp_path / "config.json").write_text(PUBLISHED[name])
+        model = programs.load(tmp_path, abstract=True, layers=(2, 3))
+        text = str(programs.plan(model, max_len=1 << 15, chunk=8, device="cuda", arch="sm_90", dtype=torch.bfloat16))
+        decode = text[text.index("\ndecode") :].splitlines()
+        lines += [name, *(line for line in decode if " reads " in line and "writes" in line)]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+Qwen/Qwen3.5-9B
+  layers[0], reads 418.6 MiB and writes 2.0 MiB
+  layers[1], reads <= 528.0 MiB and writes 4.0 KiB
+a decode step reads 2.7 GiB of weights, 2.0 MiB of states and at most 128.0 MiB of cache, and writes 2.1 MiB
+Qwen/Qwen3-Next-80B-A3B-Instruct
+  layers[0], reads 134.4 MiB and writes 2.0 MiB
+  layers[1], reads <= 184.0 MiB and writes 2.0 KiB
+a decode step reads 845.8 MiB of weights, 2.0 MiB of states and at most 64.0 MiB of cache, and writes 2.0 MiB
+allenai/Olmo-Hybrid-7B
+  layers[0], reads 413.3 MiB and writes 2.2 MiB
+  layers[1], reads <= 834.4 MiB and writes 15.0 KiB
+a decode step reads 1.5 GiB of weights, 2.2 MiB of states and at most 480.0 MiB of cache, and writes 2.2 MiB
+moonshotai/Kimi-Linear-48B-A3B-Instruct
+  layers[0], reads 200.1 MiB and writes 2.1 MiB
+  layers[1], reads <= 214.2 MiB and writes 1.1 KiB
+a decode step reads 1.1 GiB of weights, 2.1 MiB of states and at most 36.0 MiB of cache, and writes 2.1 MiB""",
     )

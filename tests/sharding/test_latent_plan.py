@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import sharding as sh
+from torch._subclasses import FakeTensorMode
 
 V3 = {"B": 1, "S": 8192, "H": 128, "L": 512, "N": 128, "R": 64, "V": 128}
 SMALL = {"B": 2, "S": 96, "H": 5, "L": 32, "N": 16, "R": 8, "V": 16}
@@ -135,6 +136,12 @@ mla_packed("u", "g", zigzag=True)
     )
 
 
+def test_heads_that_stay_where_they_are_split():
+    plan = sh.mla_gather(tp="tp").plan(sh.Mesh(tp=3, g=2), **SMALL)
+    assert [plan.of(rank).heads for rank in range(6)] == [2, 2, 2, 2, 1, 1]
+    assert plan.flops == (plan.of(4).flops, 2 * plan.of(4).flops)
+
+
 def test_gradients_are_named():
     plan = sh.mla_latent("u", "g", tp="tp").plan(sh.Mesh(tp=2, g=2, u=2), D=64, **{**SMALL, "H": 6})
     assert dict(plan.pending) == {"x": ("tp",), "q": (), "kv_latent": ("tp",), "key_rope": ("tp",), "kv_b": ("g", "u")}
@@ -252,4 +259,90 @@ latent attention has keys of every head, and H=5 K=1
     fix: without K
 E=16 and N=16 R=8 disagree
     fix: without E, which is 24""",
+    )
+
+
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    "fake tensors": FakeTensorMode,
+    "device": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_knows_nothing_of_its_callers_modes(mode):
+    for layout in (sh.ulysses(), sh.mla_latent(overlap=True)):
+        wanted = layout.plan(sh.Mesh(u=2), **SMALL)
+        with MODES[mode]():
+            found = layout.plan(sh.Mesh(u=2), **SMALL)
+        assert str(found) == str(wanted)
+        assert found.classes == wanted.classes
+
+
+def test_a_plan_within_a_transform():
+    def scaled(x):
+        return x * sh.mla_packed(overlap=True).plan(sh.Mesh(u=2), **SMALL).peak
+
+    peak = sh.mla_packed(overlap=True).plan(sh.Mesh(u=2), **SMALL).peak
+    assert torch.func.grad(scaled)(torch.tensor(1.0)) == peak
+    assert torch.func.vmap(scaled)(torch.ones(2)).tolist() == [peak, peak]
+
+
+def test_rankings_that_cannot_be():
+    two, both = sh.Mesh(u=2), {"u": 1e-5, "g": 1e-5}
+    costs, layouts = sh.Costs(both, both, 1e12), [sh.mla_latent(), (sh.mla_gather(), sh.Mesh(g=2))]
+    asked = [
+        lambda: sh.best(layouts, two, {**SMALL, "E": 5}, costs),
+        lambda: sh.best(layouts, two, {**SMALL, "S": 1.5}, costs),
+        lambda: sh.best([sh.mla_packed(), sh.mla_latent()], two, {**SMALL, "H": 1}, costs),
+        lambda: sh.best([*layouts, (sh.mla_gather(), sh.Mesh(g=4))], two, SMALL, costs),
+        lambda: sh.best(layouts, two, SMALL, sh.Costs({"u": 1e-5}, {"u": 1e9}, 1e12)),
+        lambda: sh.best(layouts, two, SMALL, None),
+        lambda: sh.best(sh.mla_latent(), two, SMALL, costs),
+        lambda: sh.best([(two, sh.mla_latent())], two, SMALL, costs),
+        lambda: sh.Costs({"u": 1e-5, "g": 1e-5}, {"u": 1e9}, 1e12),
+        lambda: sh.Costs({}, {"u": 1e9}, 1e12),
+        lambda: sh.Costs({"u": 1e-5}, {"u": 0}, 1e12),
+        lambda: sh.Costs({"u": -1}, {"u": 1e9}, 1e12),
+        lambda: sh.Costs({"u": 1e-5}, {"u": 1e9}, float("nan")),
+    ]
+    said = []
+    for each in asked:
+        with pytest.raises((ValueError, TypeError)) as error:
+            each()
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+SpecError: E=5 and N=16 R=8 disagree
+    fix: without E, which is 24
+SpecError: S=1.5: a size is a whole number, 0 or more
+    fix: S=..., its global size
+SpecError: best: none of 2 layouts can be on this mesh
+    mla_packed("u"): H=1 query heads are fewer than u=2 ranks
+    mla_latent("u"): H=1 query heads are fewer than u=2 ranks
+    mesh: u=2
+ValueError: best(layouts=...): mla_gather("g") is on g=4, 4 ranks, and mesh has 2
+    fix: the same ranks over other axes
+ValueError: costs of g are not known     known: u
+    fix: a latency and a bandwidth of "g", which measure(mesh) finds on a mesh that has it
+TypeError: best(costs=...): Costs are needed, not NoneType
+    fix: measure(mesh), or Costs(...)
+TypeError: best(layouts=...): several are needed, not one Layout
+    fix: [layout, ...]
+TypeError: best(layouts=...): each is a Layout, or a pair of a Layout and a Mesh, and that at 0 has Mesh, Layout
+    fix: (layout, Mesh(...))
+ValueError: Costs: no bandwidth of g
+    fix: bandwidth={..., "g": ...}
+ValueError: Costs: no latency of u
+    fix: latency={..., "u": ...}
+ValueError: Costs: bandwidth of u is 0
+    fix: more than 0, what is done in a second
+ValueError: Costs: latency of u is -1
+    fix: seconds, 0 or more
+ValueError: Costs: flops of a rank is nan
+    fix: more than 0, what is done in a second""",
     )

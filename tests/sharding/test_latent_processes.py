@@ -21,7 +21,7 @@ from .gloo import mesh_of
 
 @pytest.fixture(scope="module")
 def two():
-    return gloo.run(2, [random_layouts])
+    return gloo.run(2, [evaluated, random_layouts])  # the first, before there is memory to have again
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +120,33 @@ def test_compiled_layers(four):
             "latent": (1, {"forward": [3], "backward": [3]}),
             "packed": (1, {"forward": [3], "backward": [3]}),
         }
+
+
+def evaluated():
+    """Gradients before and after a pass in inference mode, whose memory the next exchanges may have again."""
+    cfg, found = cases.config(), []
+    params = cases.weights(F.MLA.init(cfg, 0))
+    x = torch.randn(2, 9, 10, dtype=torch.float64)
+    for layout, axes in (
+        (sh.mla_latent(overlap=True), {"u": 2}),
+        (sh.mla_packed(), {"u": 2}),
+        (sh.mla_gather(), {"g": 2}),
+    ):
+        mesh = mesh_of(**axes)
+        layer = sh.shard(F.mla, layout, mesh, S=9)
+        shard = own(sh.cut(x, layout["x"][0], mesh))
+
+        def gradients(layer=layer, shard=shard):
+            return torch.autograd.grad(layer(params, shard, cfg)[0].square().sum(), [shard, *F.tree.leaves(params)])
+
+        with torch.inference_mode():
+            layer(params, shard, cfg)
+        after = gradients()
+        with torch.inference_mode():
+            layer(params, shard, cfg)
+        found.append(all(map(torch.equal, gradients(), after)))
+    return found
+
+
+def test_training_after_an_evaluation(two):
+    assert two["evaluated"] == [[True] * 3] * 2

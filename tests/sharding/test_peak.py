@@ -175,6 +175,7 @@ CASES = [
     (sh.mla_gather(), {"g": 2}, LATENT, {"causal": True}),
     (sh.mla_gather(overlap=True, exchange="needed"), {"g": 3}, LATENT, DOCUMENTS),
     (sh.mla_gather(exchange="needed"), {"g": 9}, {**LATENT, "S": 900}, {"causal": True, "window": 350}),
+    (sh.mla_gather(tp="tp"), {"tp": 2, "g": 2}, LATENT, {"causal": True}),  # of five heads, which stay, three and two
     (sh.mla_gather(zigzag=True, tp="tp"), {"tp": 2, "g": 2}, {**LATENT, "S": 200, "H": 4, "D": 64}, {"causal": True}),
 ]  # fmt: skip
 
