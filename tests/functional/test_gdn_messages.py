@@ -259,7 +259,7 @@ def test_a_decoder_has_no_mask_for_gated_delta_nets():
     assert_expected_inline(
         str(error.value),
         """\
-layer(mask=...): a gated delta net reads a state and no tokens, so there is nothing to mask
+decoder(mask=...): a gated delta net reads a state and no tokens, so there is nothing to mask
     fix: positions of -1 for padding, segment_ids for documents""",
     )
     with pytest.raises(TypeError) as error:
