@@ -179,22 +179,24 @@ def _needs_of(
     size, each = sizes["S"], []
     for gathered, names in _groups(edges, layout, schedule):
         keys = atom_of(edges[names[0]][-2], "S")
-        groups: dict[tuple[int, ...], list[Traffic]] = {}
+        groups: dict[tuple[int, ...], dict[int, Traffic]] = {}
 
         def needs(
             rank: int, gathered: tuple[str, ...] = gathered, keys: Atom = keys, first: str = edges[names[0]][0],
-            groups: dict[tuple[int, ...], list[Traffic]] = groups,
+            groups: dict[tuple[int, ...], dict[int, Traffic]] = groups,
         ) -> Traffic | None:  # fmt: skip
-            ranks = mesh.ranks(gathered, rank)
-            if ranks not in groups:
+            outside = tuple(n for axis, n in mesh.coordinates(rank).items() if axis not in gathered)
+            if outside not in groups:
+                ranks = mesh.ranks(gathered, rank)
                 if "W" in schedule.letters:
                     wanted = [rules.reached(first, mesh.axes, r, size, sizes["W"]) for r in ranks]
                 else:
                     wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
                 holds = [shards.held(keys, sizes, mesh.axes, mesh.coordinates(r)) for r in ranks]
-                groups[ranks] = documents.traffic(holds, wanted)
-            # Where nobody wants anything of another, there is no exchange.
-            return groups[ranks][ranks.index(rank)] if any(t.received for t in groups[ranks]) else None
+                found = documents.traffic(holds, wanted)
+                # Where nobody wants anything of another, there is no exchange.
+                groups[outside] = dict(zip(ranks, found, strict=True)) if any(t.received for t in found) else {}
+            return groups[outside].get(rank)
 
         each.append(_by_place(keys, mesh, needs))
     return lambda rank: tuple(of(rank) for of in each)
