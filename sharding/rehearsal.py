@@ -305,14 +305,15 @@ def _forward(
                 projection = of[1].shape[0] * of[1].shape[1]
                 here[name] = project(of[0]).unflatten(-1, local(name)[-2:])
             else:
-                here[name] = _Stage.apply(local(name), *of)
+                dtype = torch.promote_types(of[0].dtype, torch.float32) if name in schedule.wide else of[0].dtype
+                here[name] = _Stage.apply(local(name), dtype, *of)
         given.clear()
     end = here["o"]
     if summed(wire.edges, sizes):
-        end = wire.pass_(out=_Stage.apply(local("out"), end))
+        end = wire.pass_(out=_Stage.apply(local("out"), end.dtype, end))
     kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
     here.clear()
-    return _Stage.apply((0,), end), kv_heads, projection, tokens
+    return _Stage.apply((0,), end.dtype, end), kv_heads, projection, tokens
 
 
 class _Stage(torch.autograd.Function):
@@ -320,13 +321,13 @@ class _Stage(torch.autograd.Function):
     What it reads is kept until then."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], *xs: Tensor) -> Tensor:
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *xs: Tensor) -> Tensor:
         ctx.save_for_backward(*xs)
-        return xs[0].new_empty(shape)
+        return xs[0].new_empty(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, *map(torch.empty_like, ctx.saved_tensors)
+        return None, None, *map(torch.empty_like, ctx.saved_tensors)
 
 
 def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:
