@@ -197,7 +197,7 @@ class LayoutWire:
         letters = rules.letters(chain)
         found = {letter: size for letter, size in self.sizes.items() if letter in letters}
         if "P" in letters:  # one part a rank
-            found["P"] = math.prod(size_of(self.axes, axis) for axis in rules.split_over(chain[0]))
+            found["P"] = math.prod([size_of(self.axes, axis) for axis in rules.split_over(chain[0])])
         return found
 
     def _exchange(self, group: list[_Edge]) -> None:
