@@ -260,8 +260,13 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
     made = ("kv",) if "kv_latent" in edges else ()  # within the layer
     outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in (*WHOLE, *made)}
     inside = {e: edges[e][0 if e == "o" else -1] for e in (*_WITH_QUERIES, "o") if e in edges}
+    # Activations lie alike around a layer, and within it as x comes to lie.
     for other, spec in outside.items():
-        _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
+        met = "x" if "x" in edges and other in AROUND else "q"
+        _same(name, met, edges[met][0], other, spec, ("S",), axes)
+    for other, end in (("x", -1), ("out", 0)):
+        if other in edges:
+            _same(name, "q", edges["q"][0], other, edges[other][end], ("S",), axes)
     met = "b" if "a_log" in edges else "q"  # of a gated delta net, whose q has tokens more to convolve
     for other, spec in inside.items():
         _same(name, met, edges[met][-1], other, spec, ("S", "K", "H"), axes)
