@@ -54,3 +54,51 @@ def test_attention_beside_gated_delta_nets(layout, axes):
 @pytest.mark.parametrize(("layout", "axes"), LATENTS, ids=[layout.name for layout, _ in LATENTS])
 def test_latent_attention_beside_gated_delta_nets(layout, axes):
     compare(layout, axes, *model((KIMI, MLP), (LATENT, MOE), (KIMI, MOE)))
+
+
+# Where tokens lie otherwise in one of the two, activations move to it and back.
+MOVED = [
+    (sh.beside(sh.all_gather(zigzag=True), sh.gdn_scan("g")), {"g": 3}),
+    (sh.beside(sh.hybrid(zigzag=True), sh.gdn_scan("g", "u")), {"u": 2, "g": 3}),
+    (sh.beside(sh.hybrid(), sh.gdn_scan("u", "g", overlap=True)), {"g": 2, "u": 2}),
+    (sh.beside(sh.hybrid(zigzag=True, tp="tp"), sh.gdn_ulysses("u", tp="tp")), {"tp": 2, "g": 2, "u": 2}),
+]
+
+
+@pytest.mark.parametrize(("layout", "axes"), MOVED, ids=[layout.name for layout, _ in MOVED])
+def test_tokens_that_lie_otherwise_in_a_scan(layout, axes):
+    compare(layout, axes, *model((DELTA, MLP), (PLAIN, MOE), (NEXT, MLP)), S=12)
+
+
+def test_what_moves_between_layers_is_printed():
+    lines = str(MOVED[0][0]).splitlines()
+    assert_expected_inline(
+        "\n".join(line for line in lines if line.lstrip().startswith(("x ", "gdn.x ", "gdn.out "))),
+        """\
+  x                  B S/g:zigzag D                       stays
+  gdn.x              B S/g:zigzag D -> B S D -> B S/g D   all-gather over g, then a slice
+  gdn.out            B S/g D -> B S D -> B S/g:zigzag D   all-gather over g, then a slice""",
+    )
+    assert_expected_inline(
+        str(LAYOUTS[6][0]),
+        """\
+hybrid(ulysses="u", gather="g") beside gdn_scan("g", "u")
+  x                  B S/g/u D                                        stays
+  q                  B S/g/u (K G) E -> B S/g (K/u G) E               all-to-all over u
+  k                  B S/g/u K E -> B S/g K/u E -> B S K/u E          all-to-all over u, then all-gather over g
+  v                  B S/g/u K V -> B S/g K/u V -> B S K/u V          all-to-all over u, then all-gather over g
+  o                  B S/g (K/u G) V -> B S/g/u (K G) V               all-to-all over u
+  q_positions        B S -> B S/g                                     whole on every rank, then a slice
+  q_segment_ids      B S -> B S/g                                     whole on every rank, then a slice
+  mask               B (K G) S T -> B (K/u G) S T -> B (K/u G) S/g T  whole on every rank, then a slice
+  sinks              (K G) -> (K/u G)                                 a slice
+  gdn.q              B S/g/u K E -> B S K E                           W-1 tokens in front, all-to-all over g/u
+  gdn.k              B S/g/u K E -> B S K E                           W-1 tokens in front, all-to-all over g/u
+  gdn.v              B S/g/u (K G) V -> B S (K G) V                   W-1 tokens in front, all-to-all over g/u
+  gdn.summary        P/g/u B (K G) N E -> P B (K G) N E               all-gather over g/u
+  gdn.q_positions    B S -> B S/g/u                                   whole on every rank, then a slice
+  gdn.q_segment_ids  B S -> B S/g/u                                   whole on every rank, then a slice
+  out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.b, gdn.a,
+  gdn.q_conv, gdn.k_conv, gdn.v_conv, gdn.a_log, gdn.dt_bias, gdn.o: stay as they come
+  k_positions, k_segment_ids, gdn.k_positions, gdn.k_segment_ids: whole on every rank""",
+    )
