@@ -107,7 +107,8 @@ def beside(attention: Layout, gdn: Layout) -> Layout:
     for layout, wanted in ((gdn, True), (attention, False)):
         if any(edge.startswith("gdn.") for edge, _ in layout.chains) != wanted:
             raise SpecError(
-                f"beside(attention, gdn): {layout.name} is in the place of the other", fix="attention first"
+                f"beside(attention, gdn): {layout.name} is in the place of the other",
+                fix="a layout of attention, then one of gated delta nets",
             )
     outer, inner = parse(mine["x"][0]), parse(own["x"][0])
     if outer.letters != inner.letters:
