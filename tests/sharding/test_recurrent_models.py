@@ -102,3 +102,27 @@ hybrid(ulysses="u", gather="g") beside gdn_scan("g", "u")
   gdn.q_conv, gdn.k_conv, gdn.v_conv, gdn.a_log, gdn.dt_bias, gdn.o: stay as they come
   k_positions, k_segment_ids, gdn.k_positions, gdn.k_segment_ids: whole on every rank""",
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"), [LAYOUTS[1], LAYOUTS[7], LATENTS[2], *MOVED[:3]], ids=lambda x: getattr(x, "name", "")
+)
+def test_every_rank_takes_part_in_every_backward(layout, axes):
+    """Without what a simulation does so that ranks meet: each has its own loss and its own graph."""
+    mesh, S = sh.Mesh(**axes), 12
+    cfg, params = model((KIMI, MLP), (LATENT if "kv_latent" in dict(layout.chains) else PLAIN, MLP), (NEXT, MLP))
+    ids, targets = torch.randint(0, 31, (2, S)), torch.randint(0, 31, (2, S))
+    loss, where = sh.shard(F.next_token_loss, layout, mesh, S=S), layout["tokens"][0]
+    specs = loss.specs(params, cfg)
+
+    want, _ = F.next_token_loss(params, ids, cfg, targets)
+    right = F.tree.unflatten(F.tree.structure(params), torch.autograd.grad(want, F.tree.leaves(params)))
+
+    def body(at):
+        mine = F.tree.map(lambda t: t.detach().requires_grad_(), sh.cut(params, specs, at))
+        total, _ = loss(mine, sh.cut(ids, where, at), cfg, sh.cut(targets, where, at), mesh=at)
+        grads = torch.autograd.grad(sh.counted_once(total, where, at), F.tree.leaves(mine))
+        summed = sh.sum_gradients(F.tree.unflatten(F.tree.structure(mine), grads), specs, at)
+        equal(F.tree.leaves(summed), F.tree.leaves(sh.cut(right, specs, at)))
+
+    sh.Threads(mesh).run(body)
