@@ -185,6 +185,7 @@ def _needs_of(
             rank: int, gathered: tuple[str, ...] = gathered, keys: Atom = keys, first: str = edges[names[0]][0],
             groups: dict[tuple[int, ...], dict[int, Traffic]] = groups,
         ) -> Traffic | None:  # fmt: skip
+            wanted: Sequence[Ranges]
             outside = tuple(n for axis, n in mesh.coordinates(rank).items() if axis not in gathered)
             if outside not in groups:
                 ranks = mesh.ranks(gathered, rank)

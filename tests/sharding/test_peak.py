@@ -138,7 +138,7 @@ def measured(layout: sh.Layout, mesh: sh.Mesh, sizes: dict[str, int], cu_seqlens
     """The peak of each rank."""
     layout = layout if "q" in dict(layout.chains) else layout.part("gdn")
     schedule, edges = schedule_of(layout, mesh.axes), dict(layout.chains)
-    known = schedule.sizes({"V": sizes.get("E"), "K": sizes["H"], **sizes})
+    known = schedule.sizes({"V": sizes.get("E"), "K": sizes["H"], "I": 1, **sizes})
 
     def body(at: sh.Mesh) -> int:
         def tensors(names: Sequence[str]) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def measured(layout: sh.Layout, mesh: sh.Mesh, sizes: dict[str, int], cu_seqlens
 
 TWO, BOTH = {"u": 2}, {"g": 2, "u": 2}
 PLAIN = {"B": 2, "S": 195, "H": 10, "K": 5, "E": 48}
-DELTA = {"B": 2, "S": 195, "H": 8, "K": 4, "E": 24, "V": 48, "W": 4, "Y": 1, "I": 1}
+DELTA = {"B": 2, "S": 195, "H": 8, "K": 4, "E": 24, "V": 48, "W": 4, "Y": 1}
 LATENT = {"B": 2, "S": 195, "H": 5, "L": 64, "N": 32, "R": 16, "V": 32}
 DOCUMENTS = {"cu_seqlens": (0, 30, 90, 101, 195), "causal": True}
 CASES = [
