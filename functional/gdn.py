@@ -151,7 +151,8 @@ def _across(
     if not q.shape[1]:  # a rank without tokens takes part in backward too
         state_BHNE = state_BHNE + v_BSHN.sum()
     summary_PBHNE = wire.pass_(summary=state_BHNE[None])
-    before_BHVE = state_BHNE.new_zeros(batch, heads, V, E)
+    # The first rank reads of no other, and takes part in backward all the same.
+    before_BHVE = state_BHNE.new_zeros(batch, heads, V, E) + summary_PBHNE[:0].sum()
     for part_BHNE in summary_PBHNE[: wire.place("summary")]:
         before_BHVE = before_BHVE @ part_BHNE[:, :, V:] + part_BHNE[:, :, :V]
     o_BSHV = o_BSHN[..., :V] + torch.einsum("bhve,bshe->bshv", before_BHVE, o_BSHN[..., V:])

@@ -18,7 +18,16 @@ from .mesh import Axes
 from .spec import parse
 from .steps import COLLECTIVES, steps
 
-__all__ = ["Joined", "check_edges", "check_letters", "check_parts", "check_weights", "letters_of", "rule_of"]
+__all__ = [
+    "Joined",
+    "check_edges",
+    "check_letters",
+    "check_mask",
+    "check_parts",
+    "check_weights",
+    "letters_of",
+    "rule_of",
+]
 
 Chains = Mapping[str, tuple[str, ...]]
 
@@ -126,6 +135,21 @@ def check_parts(
                         f"{layout} has no rule for its {', '.join(edges)}",
                         fix="a layout with rules for every kind of layer that there is",
                     )
+
+
+def check_mask(given: Mapping[str, Any], declared: Mapping[str, str], choices: Iterable[Any], name: str) -> None:
+    """Raise `ValueError` for a mask beside parameters of a part that passes none, which would not see it. declared,
+    choices: as `check_edges` takes them."""
+    if given.get("mask") is None:
+        return
+    blind = [kind for each in choices for part, kind in each.items() if f"{part}.mask" not in declared]
+    for path, node in itertools.chain(*(_nodes(x) for x in given.values())) if blind else ():
+        if type(node) in blind:
+            raise ValueError(
+                f"{name}(mask=...): {path.lstrip('.')} is of class {type(node).__name__}, which reads a state and no "
+                "tokens, so there is nothing to mask\n"
+                "    fix: positions of -1 for padding, cu_seqlens or segment_ids for documents"
+            )
 
 
 def check_weights(given: Mapping[str, Any], declared: Mapping[str, str], layout: Layout, axes: Axes, name: str) -> None:

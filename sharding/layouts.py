@@ -78,6 +78,7 @@ class Layout:
                     f'{self.name}: exchange="needed", and a rank has queries of every token, which need every key',
                     " -> ".join(chains["q"]), fix='exchange="all", or a gather axis, over which queries stay split',
                 )  # fmt: skip
+        _check_scan(self.name, chains)
         for edge, chain in found:
             steps_to_gather = len(gathers(chain))
             if edge in self.keys and self.exchange == "needed" and steps_to_gather > 1:
@@ -172,6 +173,28 @@ def _keys(name: str, chains: Mapping[str, tuple[str, ...]], more: tuple[str, ...
                 " -> ".join(edges[latent]), fix="no keys, as they are known of these edges",
             )  # fmt: skip
     return tuple(dict.fromkeys((*known, *more)))
+
+
+def _check_scan(name: str, chains: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise `SpecError` where the parts of which states are handed on do not lie as tokens do, one after the other."""
+    for edge, chain in chains.items():
+        part, _, last = edge.rpartition("summary")
+        if last or len(chain) < 2 or f"{part}q" not in chains:
+            continue
+        tokens = next(atom for atom in parse(chains[f"{part}q"][0]).atoms if atom.name == "S")
+        parts = parse(chain[0]).dims[0][0]
+        if tokens.zigzag:
+            raise SpecError(
+                f"{name}: a state goes from one token to the next, and in head-tail order a rank has two pieces that "
+                "are far apart",
+                " -> ".join(chains[f"{part}q"]), tokens.span, fix=f"S/{'/'.join(tokens.axes)}, in plain order",
+            )  # fmt: skip
+        if tokens.axes != parts.axes:
+            raise SpecError(
+                f"{name}: {edge} hands states on over {'/'.join(parts.axes) or 'no axis'}, and tokens lie over "
+                f"{'/'.join(tokens.axes) or 'no axis'}",
+                " -> ".join(chain), parts.span, fix="/".join(("P", *tokens.axes)),
+            )  # fmt: skip
 
 
 def _beside(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

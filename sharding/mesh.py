@@ -162,6 +162,14 @@ def ranks_of(axes: Axes, group: tuple[str, ...], rank: int) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+def place_of(axes: Axes, group: tuple[str, ...], rank: int) -> int:
+    """Which of the parts over a group of axes, major to minor, is a rank's own, whatever their order in the mesh."""
+    mine, found = coordinates(axes, rank), 0
+    for name in group:
+        found = found * size_of(axes, name) + mine.get(name, 0)
+    return found
+
+
 def text_of(axes: Axes, spec: Spec | None = None, *others: Any) -> str:
     """`g=2 u=2`; with specs, also the axes that they name and the mesh lacks."""
     named = dict.fromkeys(axis for s in (spec, *others) if s is not None for axis in s.axes)

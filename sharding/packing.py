@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import shards
 from .moves import Move, Side
+from .shards import Ranges
 
 __all__ = ["Package", "Spare", "apart", "package", "packed", "together", "total", "unpacked"]
 
@@ -127,6 +128,8 @@ def packed(packages: Sequence[Package], moves: Sequence[Move], empty: Callable[[
     for (x, *_), move, counts in zip(packages, moves, to, strict=True):
         assert move.target is not None
         for member, count in enumerate(counts):
+            if not count:  # of many members often few want anything
+                continue
             shape = list(x.shape)
             shape[move.target.dim] = move.target.lengths[member]
             block = flat.narrow(0, starts[member] + before[member], count).view(shape)
@@ -162,31 +165,35 @@ def unpacked(flat: Tensor, packages: Sequence[Package], moves: Sequence[Move]) -
             y = flat.view([move.members, *block]).movedim(0, side.dim)
             found.append(y.flatten(side.dim, side.dim + 1))
             continue
-        blocks = []
+        blocks, parts = [], []
         for member, count in enumerate(counts):
+            if side.layout == "ranges" and not count:
+                continue
             block = [*shape[: side.dim], side.lengths[member], *shape[side.dim + 1 :]]
             blocks.append(flat.narrow(0, starts[member] + before[member], count).view(block))
+            parts.append(side.part[member])
             before[member] += count
-        found.append(_joined(blocks, side, whole=flat if len(moves) == 1 else None))
+        found.append(_joined(blocks, parts, shape, side, flat, alone=len(moves) == 1))
     return found
 
 
-def _joined(blocks: Sequence[Tensor], side: Side, whole: Tensor | None) -> Tensor:
-    """A dimension of each member's block; ranges that several sent are summed. whole: the blocks as they came, if they
-    stand one after the other."""
-    shape = list(blocks[0].shape)
-    shape[side.dim] = side.size
+def _joined(
+    blocks: Sequence[Tensor], parts: Sequence[Ranges], shape: Sequence[int], side: Side, flat: Tensor, alone: bool
+) -> Tensor:
+    """A dimension of the blocks of members; ranges that several sent are summed. parts: of each block. shape: of the
+    tensor that was sent. flat: what came. alone: whether the blocks are all of that, one after the other."""
+    shape = [*shape[: side.dim], side.size, *shape[side.dim + 1 :]]
     if side.layout != "ranges":
-        if whole is not None and math.prod(shape[: side.dim]) == 1:
-            return whole.view(shape)
+        if alone and math.prod(shape[: side.dim]) == 1:
+            return flat.view(shape)
         return torch.cat(list(blocks), side.dim)
-    dtype = blocks[0].dtype
+    dtype = flat.dtype
     if side.once:
-        out = blocks[0].new_empty(shape)
+        out = flat.new_empty(shape)
     else:  # several are summed, half precision in fp32
         half = dtype in (torch.float16, torch.bfloat16)
-        out = blocks[0].new_zeros(shape, dtype=torch.float32 if half else dtype)
-    for block, ranges in zip(blocks, side.part, strict=True):
+        out = flat.new_zeros(shape, dtype=torch.float32 if half else dtype)
+    for block, ranges in zip(blocks, parts, strict=True):
         at = 0
         for a, b in ranges:
             here, piece = out.narrow(side.dim, a, b - a), block.narrow(side.dim, at, b - a)

@@ -51,8 +51,9 @@ class Plan:
     """What attention in a layout sends, computes and keeps. Prints as text; a notebook shows a table.
 
     exchanges: in the order of their launch, forward and then backward. classes: ranks by what they do. order: launches,
-    waits and the core, forward and backward. pending: for each input the axes over which its gradient is a pending sum.
-    volume: elements that the busiest rank receives forward, for each token of a rank's share. notes: what is not in it.
+    waits, the core, and where a scan takes in the states before it, forward and backward. pending: for each input the
+    axes over which its gradient is a pending sum. volume: elements that the busiest rank receives forward, for each
+    token of a rank's share. notes: what is not in it. tokens: what `Rank.queries` and `Rank.keys` are numbers of.
     """
 
     title: str
@@ -63,6 +64,7 @@ class Plan:
     pending: tuple[tuple[str, tuple[str, ...]], ...]
     volume: float
     notes: tuple[str, ...]
+    tokens: tuple[str, str]
     mesh: Mesh = field(compare=False)
 
     @property
@@ -112,7 +114,7 @@ class Plan:
         yield ("in all", "", "", "", *ends, "")
 
     def _work(self) -> Iterator[tuple[str, ...]]:
-        yield ("ranks", "queries", "keys", "heads", "flops", "peak bytes")
+        yield ("ranks", *self.tokens, "heads", "flops", "peak bytes")
         found: dict[tuple[str, ...], list[int]] = {}
         for r in self.classes:
             heads = f"{r.heads} reading {r.kv_heads}"
@@ -186,14 +188,12 @@ def plan(
     latent, recurrent = "N" in schedule.letters, "W" in schedule.letters
     usual = {"K": sizes["H"]} if latent and "H" in sizes else {"V": sizes["E"]} if "E" in sizes and not latent else {}
     sizes = schedule.sizes(shards.complete({**usual, **({"Y": 1} if recurrent else {}), **sizes}))
-    if recurrent:
-        sizes |= {"I": 1, "P": math.prod(n for axis, n in mesh.axes if axis in layout.split("P"))}
     sight = documents.sight_of(causal, window)
     known = schedule.letters + ("KGED" if latent else "GD") + "".join(letter for letter, _ in schedule.widths)
-    known += "YIP" if recurrent else ""
+    known += "Y" if recurrent else ""
     strange = [letter for letter in sizes if letter not in known]
     if strange:
-        asked = ", ".join(dict.fromkeys(schedule.letters + ("D" if latent else "GD")))
+        asked = ", ".join(dict.fromkeys(schedule.letters + ("D" if latent else "GYD" if recurrent else "GD")))
         raise SpecError(f"a plan has no place for {strange[0]}={sizes[strange[0]]}", fix=f"{asked[:-3]} or D")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"a plan is of tensors with gradients, and dtype={dtype!r} has none\n    fix: torch.float32")
@@ -207,6 +207,8 @@ def plan(
         raise SpecError(f"latent attention has keys of every head, and H={sizes['H']} K={sizes['K']}", fix="without K")
     if sizes["K"] < 1 or sizes["H"] < 1:
         raise SpecError(f"a plan needs heads, and H={sizes['H']} K={sizes['K']}")
+    if recurrent:
+        sizes |= {"I": 1, "P": math.prod(n for axis, n in mesh.axes if axis in layout.split("P"))}
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
     rules.complete(layout.name, layout.chains, layout.keys, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
@@ -230,11 +232,12 @@ def plan(
     if len(edges.get("out", ())) > 1 and "D" not in sizes:
         notes += (f"not counted: the sum of out, {edges['out'][0]} -> {edges['out'][-1]}, for want of D=",)
     specs = [parse(text) for chain in edges.values() for text in chain]
-    letters = [letter for letter in (*schedule.letters, "D") if letter in sizes]
-    shown = [letter for letter in letters if latent or letter != "V" or sizes["V"] != sizes["E"]]
+    usual = {} if latent else {"V": sizes["E"], "Y": 1}  # where these are others they are shown
+    shown = [n for n in (*schedule.letters, "Y", "D") if n in sizes and usual.get(n) != sizes[n]]
     used = shards.known({letter: sizes[letter] for letter in shown})
-    sees = "a state" if recurrent else "causal" if causal else "every key is seen"
+    sees = "causal" if causal else "every key is seen"
     sees += f", window {window}" * (window is not None)
+    sees = "a state is carried" if recurrent else sees
     sees += f", {len(set(cu)) - 1} documents" if cu is not None else ""
     options = "".join(f'     exchange="{layout.exchange}"' for _ in [0] if layout.exchange != "all")
     parts = math.prod(size_of(mesh.axes, x) for a in parse(edges["q"][0]).atoms if a.name in "BS" for x in a.axes)
@@ -249,6 +252,7 @@ def plan(
         pending,
         max(_received(r) for r in made) / dtype.itemsize / share if share else 0.0,
         notes,
+        ("tokens", "convolved") if recurrent else ("queries", "keys"),
         mesh,
     )
 
@@ -277,19 +281,25 @@ def diff(a: Plan, b: Plan) -> str:
 
 
 def _orders(events: Sequence[Event]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Launches and waits, with the core where it stands among them."""
+    """Launches and waits, with the core where it stands among them, and where the states before it are taken in."""
 
     def said(event: Event) -> str:
         return f"{event.what} {','.join(event.call.edges)} ({'/'.join(event.axes)})"
 
-    forward, backward = ([e for e in events if e.call.backward == way] for way in (False, True))
-    behind = (("o",), ("out",))
-    last = sum(e.call.edges not in behind for e in forward)
-    first = sum(e.call.edges in behind for e in backward)
-    return (
-        (*map(said, forward[:last]), "core", *map(said, forward[last:])),
-        (*map(said, backward[:first]), "core", *map(said, backward[first:])),
-    )
+    def placed(some: list[Event], backward: bool) -> tuple[str, ...]:
+        """From the inputs on: of gradients the same backwards."""
+        found = [(event.call.edges, said(event)) for event in some]
+        found = found[::-1] if backward else found
+        last = sum(edges not in (("summary",), ("o",), ("out",)) for edges, _ in found)
+        passed = sum(edges == ("summary",) for edges, _ in found[last:])
+        states = ["states"] if passed else []
+        texts = [text for _, text in found]
+        order = [*texts[:last], "core", *texts[last : last + passed], *states, *texts[last + passed :]]
+        return tuple(order[::-1] if backward else order)
+
+    ways = ([e for e in events if e.call.backward == way] for way in (False, True))
+    forward, backward = (placed(some, way) for some, way in zip(ways, (False, True), strict=True))
+    return forward, backward
 
 
 def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:

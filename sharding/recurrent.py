@@ -9,9 +9,11 @@ the convolution.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .errors import SpecError
 from .layouts import AROUND, Layout, _edges, _options
-from .spec import parse_pair
+from .spec import Spec, parse, parse_pair
 from .steps import steps
 
 __all__ = ["beside", "gdn_scan", "gdn_ulysses"]
@@ -97,27 +99,44 @@ def _whole(batch: str, tokens: str) -> dict[str, str]:
 def beside(attention: Layout, gdn: Layout) -> Layout:
     """One layout for a model that has layers of both kinds: `beside(ulysses(), gdn_scan("u"))`.
 
-    Between layers activations lie as those of attention come in. Where those of gated delta nets lie otherwise, their
-    `x` moves in and their `out` back, in each of those layers, as the layout then shows. Raises `SpecError` where one
-    step does not lead from one to the other.
+    Between layers activations lie as those of attention come in. Where tokens of gated delta nets lie otherwise, in
+    another order or over other axes, `x` of each of their layers moves in and its `out` back, by way of whole tokens
+    where no one step leads there, as the layout then shows. Raises `SpecError` where rows or heads lie otherwise.
     """
     mine, own = dict(attention.chains), {e.removeprefix("gdn."): chain for e, chain in gdn.chains}
-    if "a_log" not in own or "a_log" in mine:
-        which = gdn if "a_log" not in own else attention
-        raise SpecError(f"beside(attention, gdn): {which.name} is in the place of the other", fix="attention first")
-    outer, inner = mine["x"][0], own["x"][0]
-    if outer != inner:
-        try:
-            steps(*parse_pair(f"{outer} -> {inner}"))
-            steps(*parse_pair(f"{own['out'][-1]} -> {mine['out'][-1]}"))
-        except SpecError as error:
+    for layout, wanted in ((gdn, True), (attention, False)):
+        if any(edge.startswith("gdn.") for edge, _ in layout.chains) != wanted:
             raise SpecError(
-                f"{attention.name} beside {gdn.name}: activations lie as {outer} in one and as {inner} in the other, "
-                "and no one step leads from one to the other",
-                fix="layouts that split tokens over the same axes",
-            ) from error
-        own["x"], own["out"] = (outer, *own["x"]), (*own["out"], mine["out"][-1])
-    kept = {edge: chain for edge, chain in own.items() if edge not in AROUND or mine.get(edge) != chain}
-    edges = {**mine, **{f"gdn.{edge}": chain for edge, chain in kept.items()}}
+                f"beside(attention, gdn): {layout.name} is in the place of the other",
+                fix="a layout of attention, then one of gated delta nets",
+            )
+    outer, inner = parse(mine["x"][0]), parse(own["x"][0])
+    if outer.letters != inner.letters:
+        raise SpecError(
+            f"{attention.name} beside {gdn.name}: activations are {outer} in one and {inner} in the other",
+            fix='dims="B S H E" in both',
+        )
+    for letter, option, edge in (("B", "dp", "x"), ("K", "tp", "k")):
+        if edge in mine:  # latent attention has no K, and what splits its heads splits no others
+            first, second = (next(x for x in parse(c[edge][0]).atoms if x.name == letter) for c in (mine, own))
+            if first != second:
+                raise SpecError(
+                    f"{attention.name} beside {gdn.name}: {letter} lies as {first} in one and as {second} in the other",
+                    fix=f'{option}="..." in both',
+                )
+    if outer != inner:
+        own["x"] = _way(mine["x"][0], own["x"][0])
+        own["out"] = (*own["out"][:-1], *_way(own["out"][-1], mine["out"][-1]))
+    within = {edge: chain for edge, chain in own.items() if edge not in AROUND}
+    within |= {edge: own[edge] for edge in ("x", "out") if own[edge] != mine[edge]}
+    edges = {**mine, **{f"gdn.{edge}": chain for edge, chain in within.items()}}
     name, overlap = f"{attention.name} beside {gdn.name}", attention.overlap or gdn.overlap
     return Layout(name, tuple(edges.items()), overlap, attention.exchange, attention.keys)
+
+
+def _way(a: str, b: str) -> tuple[str, ...]:
+    """From one spec to another of the same dimensions, by whole tokens where one step does not lead there."""
+    if len(steps(*parse_pair(f"{a} -> {b}"))) < 2:
+        return a, b
+    dims = tuple(tuple(replace(x, axes=(), zigzag=False) if x.name == "S" else x for x in dim) for dim in parse(a).dims)
+    return a, str(Spec(dims)), b

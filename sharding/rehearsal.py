@@ -180,22 +180,25 @@ def _needs_of(
     size, each = sizes["S"], []
     for gathered, names in _groups(edges, layout, schedule):
         keys = atom_of(edges[names[0]][-2], "S")
-        groups: dict[tuple[int, ...], list[Traffic]] = {}
+        groups: dict[tuple[int, ...], dict[int, Traffic]] = {}
 
         def needs(
             rank: int, gathered: tuple[str, ...] = gathered, keys: Atom = keys, first: str = edges[names[0]][0],
-            groups: dict[tuple[int, ...], list[Traffic]] = groups,
+            groups: dict[tuple[int, ...], dict[int, Traffic]] = groups,
         ) -> Traffic | None:  # fmt: skip
-            ranks = mesh.ranks(gathered, rank)
-            if ranks not in groups:
+            wanted: Sequence[Ranges]
+            outside = tuple(n for axis, n in mesh.coordinates(rank).items() if axis not in gathered)
+            if outside not in groups:
+                ranks = mesh.ranks(gathered, rank)
                 if "W" in schedule.letters:
                     wanted = [rules.reached(first, mesh.axes, r, size, sizes["W"]) for r in ranks]
                 else:
                     wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
                 holds = [shards.held(keys, sizes, mesh.axes, mesh.coordinates(r)) for r in ranks]
-                groups[ranks] = documents.traffic(holds, wanted)
-            # Where nobody wants anything of another, there is no exchange.
-            return groups[ranks][ranks.index(rank)] if any(t.received for t in groups[ranks]) else None
+                found = documents.traffic(holds, wanted)
+                # Where nobody wants anything of another, there is no exchange.
+                groups[outside] = dict(zip(ranks, found, strict=True)) if any(t.received for t in found) else {}
+            return groups[outside].get(rank)
 
         each.append(_by_place(keys, mesh, needs))
     return lambda rank: tuple(of(rank) for of in each)
@@ -304,14 +307,15 @@ def _forward(
                 projection = of[1].shape[0] * of[1].shape[1]
                 here[name] = project(of[0]).unflatten(-1, local(name)[-2:])
             else:
-                here[name] = _Stage.apply(local(name), *of)
+                dtype = torch.promote_types(of[0].dtype, torch.float32) if name in schedule.wide else of[0].dtype
+                here[name] = _Stage.apply(local(name), dtype, *of)
         given.clear()
     end = here["o"]
     if summed(wire.edges, sizes):
-        end = wire.pass_(out=_Stage.apply(local("out"), end))
+        end = wire.pass_(out=_Stage.apply(local("out"), end.dtype, end))
     kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
     here.clear()
-    return _Stage.apply((0,), end), kv_heads, projection, tokens
+    return _Stage.apply((0,), end.dtype, end), kv_heads, projection, tokens
 
 
 class _Stage(torch.autograd.Function):
@@ -319,13 +323,13 @@ class _Stage(torch.autograd.Function):
     What it reads is kept until then."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], *xs: Tensor) -> Tensor:
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *xs: Tensor) -> Tensor:
         ctx.save_for_backward(*xs)
-        return xs[0].new_empty(shape)
+        return xs[0].new_empty(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, *map(torch.empty_like, ctx.saved_tensors)
+        return None, None, *map(torch.empty_like, ctx.saved_tensors)
 
 
 def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from . import shards
 from .constant import constant
 from .errors import SpecError
+from .fixes import fewer, fitting, hybrid
 from .layouts import AROUND, OUTBOUND, WHOLE, gathers
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
@@ -109,12 +110,13 @@ def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[
     before, after = (_axes_of_heads(spec) for spec in (queries[0], queries[-1]))
     outer, all_of_it = (math.prod(size_of(axes, axis) for axis in some) for some in (before, after))
     ranks, over = all_of_it // outer, after[len(before) :]
+    most, keys = ("query heads", "key/value heads") if lead == "q" else ("value heads", "key heads")
     if groups < outer:
-        what = f"K={groups} key/value heads" if "k" in edges else f"H={count} heads"
+        what = f"K={groups} {keys}" if "k" in edges else f"H={count} heads"
         raise SpecError(
             f"{name}: {what} over {'/'.join(before)}={outer}, which splits them before",
             str(queries[0]), mesh=text_of(axes, queries[0]),
-            fix=_fewer(axes, before, over, heads),
+            fix=fewer(axes, before, over, heads),
         )  # fmt: skip
     if groups // outer >= ranks:
         return False
@@ -122,67 +124,18 @@ def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[
     per = f" ({count} over {'/'.join(before)}={outer})" if outer > 1 else ""
     if local < ranks:
         raise SpecError(
-            f"{name}: H={local} query heads{per} are fewer than {'/'.join(over)}={ranks} ranks",
+            f"{name}: H={local} {most}{per} are fewer than {'/'.join(over)}={ranks} ranks",
             str(queries[-1]), mesh=text_of(axes, queries[-1]),
-            fix=_fitting(name, edges, axes, over, heads, outer, ranks),
+            fix=fitting(name, edges, axes, over, heads, outer, ranks),
         )  # fmt: skip
     if groups % outer:
         raise SpecError(
-            f"{name}: K={groups} key/value heads lie unevenly over {'/'.join(before)}={outer}, and "
+            f"{name}: K={groups} {keys} lie unevenly over {'/'.join(before)}={outer}, and "
             f"{groups // outer} of them cannot be dealt to {ranks} ranks more",
             str(queries[-1]), mesh=text_of(axes, queries[-1]),
-            fix=f"{_fewer(axes, before, over, heads)}, or {'/'.join(over)}={groups // outer}",
+            fix=f"{fewer(axes, before, over, heads)}, or {'/'.join(over)}={groups // outer}",
         )  # fmt: skip
     return True
-
-
-def _fit(heads: tuple[int, int], outer: int, ranks: int) -> bool:
-    """Whether `outer` parts of the heads can each be dealt to so many ranks."""
-    count, groups = heads
-    return 0 < outer <= groups and (groups // outer >= ranks or (groups % outer == 0 and count // outer >= ranks))
-
-
-def _fewer(axes: Axes, before: tuple[str, ...], over: tuple[str, ...], heads: tuple[int, int]) -> str:
-    """The most ranks of the first axis that splits heads with which all are served; of those behind it too, if need
-    be."""
-    rest, ranks = (math.prod(size_of(axes, axis) for axis in some) for some in (before[1:], over))
-    sizes = range(size_of(axes, before[0]), 0, -1)
-    if n := next((n for n in sizes if _fit(heads, n * rest, ranks)), 0):
-        return f"{before[0]}={n}"
-    found = [(n * m, n, m) for n in sizes for m in range(1, ranks) if _fit(heads, n * rest, m)]
-    if not found:
-        return f"fewer ranks over {'/'.join(before)}" if heads[1] else "a layer with at least one head"
-    _, n, m = max(found)
-    return f"{before[0]}={n} and {'/'.join(over)}={m}"
-
-
-def _fitting(
-    name: str, edges: Mapping[str, list[Spec]], axes: Axes, over: tuple[str, ...], heads: tuple[int, int], outer: int,
-    ranks: int,
-) -> str:  # fmt: skip
-    """The hybrid that uses as many ranks, with no more of them over heads than there are."""
-    fits = max((n for n in range(1, ranks) if ranks % n == 0 and _fit(heads, outer, n)), default=0)
-    if not fits:
-        return "a layer with at least one query head"
-    axis = over[-1]
-    gather = next((a for a in ("g", "cp") if a != axis and size_of(axes, a) > 1), "g")
-    sizes = {name: size for name, size in axes if name not in (*over, gather)}
-    sizes |= {gather: size_of(axes, gather) * (ranks // fits), axis: fits}
-    mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    return f"Mesh({mesh}) with {_hybrid(name, edges, axis, gather)}"
-
-
-def _hybrid(name: str, edges: Mapping[str, list[Spec]], heads: str, gather: str) -> str:
-    """The layout of these edges over both axes, as it is written."""
-    first = edges["q"][0] if "q" in edges else Spec(())
-    tp, dp = (next((a.axes for a in first.atoms if a.name in some), ()) for some in (("K", "H"), ("B",)))
-    more = "".join(f', {option}="{axes[0]}"' for option, axes in (("tp", tp), ("dp", dp)) if axes)
-    more += ", zigzag=True" if any(atom.zigzag for atom in first.atoms) else ""
-    more += ', dims="S B H E"' if first.letters[:2] == ("S", "B") else ""
-    if "kv_latent" not in edges or "k" in edges:
-        return f'hybrid(ulysses="{heads}", gather="{gather}"{more})'
-    made = "mla_packed" if name.startswith("mla_packed") else "mla_latent"
-    return f'{made}("{heads}", "{gather}"{more})'
 
 
 def _axes_of_heads(spec: Spec) -> tuple[str, ...]:
@@ -209,7 +162,7 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
     axis over which tokens are split, or that leaves keys split. Such a layout may be a part of another."""
     parts = dict.fromkeys(edge.split(".")[0] for edge, _ in edges if "." in edge)
     if parts:  # each sees its own edges, and those that are no part's
-        for each in (of_part(edges, part) for part in ("", *parts)):
+        for each in (of_part(edges, part) for part in (*parts, "")):
             complete(name, each, () if "a_log" in dict(each) else keys, axes)
         return True
     found = {edge: [parse(text) for text in chain] for edge, chain in edges}
@@ -218,13 +171,13 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
         if size > 1 and axis in _TOKENS and axis not in used:
             here = [a for a in _TOKENS if a in used and size_of(axes, a) > 1]
             fix = f"Mesh without {axis}, or " + (
-                _hybrid(name, found, here[0], axis) if here == ["u"] and axis != "u" else
-                _hybrid(name, found, axis, here[0]) if here and axis == "u" else
+                hybrid(name, found, here[0], axis) if here == ["u"] and axis != "u" else
+                hybrid(name, found, axis, here[0]) if here and axis == "u" else
                 f"a layout that names {axis}"
             )  # fmt: skip
+            alone = "begin without a state" if "a_log" in found else "attend to itself alone"
             raise SpecError(
-                f"{name} does not use {axis}={size}, over which tokens are split: each part would attend to itself "
-                "alone",
+                f"{name} does not use {axis}={size}, over which tokens are split: each part would {alone}",
                 mesh=text_of(axes), fix=fix,
             )  # fmt: skip
     for edge in keys:
@@ -260,8 +213,13 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
     made = ("kv",) if "kv_latent" in edges else ()  # within the layer
     outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in (*WHOLE, *made)}
     inside = {e: edges[e][0 if e == "o" else -1] for e in (*_WITH_QUERIES, "o") if e in edges}
+    # Activations lie alike around a layer, and within it as x comes to lie.
     for other, spec in outside.items():
-        _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
+        met = "x" if "x" in edges and other in AROUND else "q"
+        _same(name, met, edges[met][0], other, spec, ("S",), axes)
+    for other, end in (("x", -1), ("out", 0)):
+        if other in edges:
+            _same(name, "q", edges["q"][0], other, edges[other][end], ("S",), axes)
     met = "b" if "a_log" in edges else "q"  # of a gated delta net, whose q has tokens more to convolve
     for other, spec in inside.items():
         _same(name, met, edges[met][-1], other, spec, ("S", "K", "H"), axes)

@@ -28,13 +28,14 @@ class Step(NamedTuple):
 
 class Schedule(NamedTuple):
     """inputs: the edges that begin with activations, parameters: with weights. letters: the sizes that a plan needs.
-    widths: letters that are sums of others."""
+    widths: letters that are sums of others. wide: edges that are in fp32 at least, whatever their inputs are in."""
 
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
     steps: tuple[Step, ...]
     letters: str
     widths: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    wide: tuple[str, ...] = ()
 
     @property
     def edges(self) -> tuple[str, ...]:
@@ -126,6 +127,7 @@ DELTA_SCAN = DELTA._replace(
         Step("pass", ("o",)),
     ),
     widths=(("N", ("V", "E")),),
+    wide=("summary",),
 )
 
 

@@ -153,9 +153,7 @@ class Sharded:
     def _layer(self, at: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound, given = self._bound(args, kwargs)
         named = bound.arguments
-        for name, why in (("wire", "the layout is the wire"), ("cache", "a cache is not split over ranks")):
-            if given.get(name) is not None:
-                raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
+        self._refuse_own(given)
         needs = {"mask": "mask", "segment_ids": "q_segment_ids", "cu_seqlens": "q_segment_ids",
                  "q_positions": "q_positions", "k_positions": "k_positions"}  # fmt: skip
         passed = {edge.rsplit(".", 1)[-1] for edge in self.declared}
@@ -164,6 +162,8 @@ class Sharded:
                 raise ValueError(
                     f"{self.name}({name}=...) under a layout: it passes no edge {edge} that would bring it"
                 )
+        if given.get("mask") is not None:
+            joining.check_mask(given, edges_of(self.fn), choices_of(self.fn), self.name)
         if not torch.compiler.is_compiling():  # there the wire refuses, as nothing moves while a graph is made
             joining.check_parts(given, self.lacking, self.layout.name, self.name)
             joining.check_weights(given, self.declared, self.layout, self.mesh.axes, self.name)
@@ -194,6 +194,11 @@ class Sharded:
             elif extra:
                 named[extra] = {**named.get(extra, {}), name: x}
         return self.fn(*bound.args, **bound.kwargs)
+
+    def _refuse_own(self, given: Mapping[str, Any]) -> None:
+        for name, why in (("wire", "the layout is the wire"), ("cache", "a cache is not split over ranks")):
+            if given.get(name) is not None:
+                raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
 
     def _extra(self) -> str | None:
         """The name of `**given`, if there is one."""
@@ -255,6 +260,8 @@ class Sharded:
 
     def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """How each argument is split, None for what every rank gets whole."""
+        if self.is_layer:
+            self._refuse_own(named)
         rules.complete(self.layout.name, self.layout.chains, self.layout.keys, self.mesh.axes)
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads))
         joining.check_parts(named, self.lacking, self.layout.name, self.name)

@@ -24,7 +24,7 @@ from .exchange import local
 from .functorch import transform_level
 from .late import LateProjection
 from .layouts import WHOLE, Layout
-from .mesh import Axes, Mesh, constant_axes, ranks_of, size_of
+from .mesh import Axes, Mesh, constant_axes, place_of, ranks_of, size_of
 from .moves import Planned
 from .reshard import Flight, call_of, check_transport, exchanged, noted, planned
 from .shards import Ranges
@@ -94,8 +94,7 @@ class LayoutWire:
         return Heads(found.offset, found.local, index)
 
     def place(self, name: str) -> int:
-        axes = rules.split_over(self._chain(name)[0])
-        return ranks_of(self.axes, axes, self.rank).index(self.rank) if axes else 0
+        return place_of(self.axes, rules.split_over(self._chain(name)[0]), self.rank)
 
     def stays(self, name: str) -> bool:
         return name not in self.edges or rules.stays(self._chain(name), self.axes)
@@ -198,7 +197,7 @@ class LayoutWire:
         letters = rules.letters(chain)
         found = {letter: size for letter, size in self.sizes.items() if letter in letters}
         if "P" in letters:  # one part a rank
-            found["P"] = math.prod(size_of(self.axes, axis) for axis in rules.split_over(chain[0]))
+            found["P"] = math.prod([size_of(self.axes, axis) for axis in rules.split_over(chain[0])])
         return found
 
     def _exchange(self, group: list[_Edge]) -> None:

@@ -26,7 +26,7 @@ class Counting:
     def layer(self, **facts: Any) -> Counting:
         return self
 
-    def heads(self, *, sent: bool = False) -> Heads:
+    def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         return Heads()
 
     def __init__(self, log: list[tuple[str, str, Any]], scope: str = "") -> None:
@@ -145,12 +145,11 @@ def test_a_gated_delta_net_passes_its_edges_in_a_decoder():
         wired, _ = F.decoder(params, tokens, cfg, **given, wire=Counting(log))
         assert torch.equal(plain, wired)
         declared = edges_of(F.decoder)
-        parts = (".moe.", ".attention.", ".mla.")
-        assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
-        sizes = {**gdn.sizes, "B": 2, "S": 5, "F": 9, "Z": 97}
-        assert {name for _, name, shape in log if shape is None} == (
-            set() if given else {"layers.gdn.q_positions", "layers.gdn.q_segment_ids"}
-        )
+        others = (".moe.", ".attention.", ".mla.", ".summary")  # a sequence that is whole needs no summary
+        assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in others)}
+        sizes = {**gdn.sizes, "B": 2, "S": 5, "T": 5, "F": 9, "Z": 97}
+        whole = {f"layers.gdn.{side}_{what}" for side in "qk" for what in ("positions", "segment_ids")}
+        assert {name for _, name, shape in log if shape is None} == (set() if given else whole)
         for _, name, shape in log:
             if shape is not None:
                 assert F.shapes.shape_of(declared[name], sizes) == shape

@@ -47,7 +47,7 @@ def model(*parts):
     return cfg, cases.weights(F.Decoder.init(cfg, 0))
 
 
-def compare(layout, axes, cfg, params, S=13):
+def compare(layout, axes, cfg, params, S=13, equal=equal):
     """Loss and logits, all gradients and routings, with and without documents."""
     mesh, leaves = sh.Mesh(**axes), F.tree.leaves(params)
     ids, cu = torch.randint(0, 31, (4, S)), [0, 3, 4, 11, S]
@@ -121,11 +121,12 @@ ONE_KIND = [
     (sh.ulysses(), (HEADS, LATENT), "layers[1].attention",
      'is of class MLA, and ulysses("u") has no rule for its kv_latent, key_rope, kv_b, kv'),
     (sh.ulysses(), (HEADS, DELTA), "layers[1].attention",
-     'is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias'),
+     'is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary'),
     (sh.mla_latent(), (DELTA, LATENT), "layers[0].attention",
-     'is of class GDN, and mla_latent("u") has no rule for its k, v, b, a, q_conv, k_conv, v_conv, a_log, dt_bias'),
+     'is of class GDN, and mla_latent("u") has no rule for its k, v, b, a, q_conv, k_conv, v_conv, a_log, dt_bias, '
+     "summary"),
     (both(sh.hybrid(), sh.mla_latent("u", "g")), (HEADS, LATENT, DELTA), "layers[2].attention",
-     "is of class GDN, and both kinds has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias"),
+     "is of class GDN, and both kinds has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary"),
 ]  # fmt: skip
 
 

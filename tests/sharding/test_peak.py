@@ -115,7 +115,8 @@ def layer(wire: LayoutWire, steps: Any, here: dict[str, Tensor], sizes: dict[str
             case "make":
                 here["kv"] = project(here[step.of[0]]).unflatten(-1, (-1, sizes["NV"]))
             case "core":
-                here["o"] = Opaque.apply((*here["q"].shape[:-1], sizes["V"]), *(here[name] for name in step.of))
+                (name,) = step.edges
+                here[name] = Opaque.apply(made(name, here, sizes), *(here[each] for each in step.of))
             case "pass":
                 here[step.edges[0]] = wire.pass_(**given)
         given = {}
@@ -125,10 +126,19 @@ def layer(wire: LayoutWire, steps: Any, here: dict[str, Tensor], sizes: dict[str
     return Opaque.apply((0,), out)
 
 
+def made(name: str, here: dict[str, Tensor], sizes: dict[str, int]) -> tuple[int, ...]:
+    """The shape of what a core makes: values of the heads that it has, or what a shard does to their states."""
+    if "a" not in here:
+        return (*here["q"].shape[:-1], sizes["V"])
+    B, S, H, _ = here["a"].shape
+    return (1, B, H, sizes["N"], sizes["E"]) if name == "summary" else (B, S, H, sizes["V"])
+
+
 def measured(layout: sh.Layout, mesh: sh.Mesh, sizes: dict[str, int], cu_seqlens: Any, sight: Any) -> list[int]:
     """The peak of each rank."""
+    layout = layout if "q" in dict(layout.chains) else layout.part("gdn")
     schedule, edges = schedule_of(layout, mesh.axes), dict(layout.chains)
-    known = schedule.sizes({"V": sizes.get("E"), "K": sizes["H"], **sizes})
+    known = schedule.sizes({"V": sizes.get("E"), "K": sizes["H"], "I": 1, **sizes})
 
     def body(at: sh.Mesh) -> int:
         def tensors(names: Sequence[str]) -> dict[str, Tensor]:
@@ -139,7 +149,7 @@ def measured(layout: sh.Layout, mesh: sh.Mesh, sizes: dict[str, int], cu_seqlens
         watch = Watch([*weights.values()])
         bound = mesh.at(at.rank, Watched(at.transport, watch))
         made = LayoutWire.of(layout, bound, {"S": sizes["S"]}, cu=cu_seqlens)
-        wire = made.layer(H=known["H"], K=known["K"], **sight)
+        wire = made.layer(**{letter: n for letter, n in known.items() if letter in "HKW"}, **sight)
         with watch:
             inputs = tensors(schedule.inputs)
             end = layer(wire, schedule.steps, {**inputs, **weights}, known)
@@ -151,6 +161,7 @@ def measured(layout: sh.Layout, mesh: sh.Mesh, sizes: dict[str, int], cu_seqlens
 
 TWO, BOTH = {"u": 2}, {"g": 2, "u": 2}
 PLAIN = {"B": 2, "S": 195, "H": 10, "K": 5, "E": 48}
+DELTA = {"B": 2, "S": 195, "H": 8, "K": 4, "E": 24, "V": 48, "W": 4, "Y": 1}
 LATENT = {"B": 2, "S": 195, "H": 5, "L": 64, "N": 32, "R": 16, "V": 32}
 DOCUMENTS = {"cu_seqlens": (0, 30, 90, 101, 195), "causal": True}
 CASES = [
@@ -177,6 +188,12 @@ CASES = [
     (sh.mla_gather(exchange="needed"), {"g": 9}, {**LATENT, "S": 900}, {"causal": True, "window": 350}),
     (sh.mla_gather(tp="tp"), {"tp": 2, "g": 2}, LATENT, {"causal": True}),  # of five heads, which stay, three and two
     (sh.mla_gather(zigzag=True, tp="tp"), {"tp": 2, "g": 2}, {**LATENT, "S": 200, "H": 4, "D": 64}, {"causal": True}),
+    (sh.gdn_ulysses(), {"u": 3}, DELTA, {}),
+    (sh.gdn_ulysses(overlap=True, tp="tp"), {"tp": 2, "u": 2}, {**DELTA, "D": 200, "Y": 24}, {}),
+    (sh.gdn_ulysses(), {"u": 4}, {**DELTA, "K": 2}, {}),
+    (sh.gdn_scan(), {"cp": 4}, DELTA, {}),
+    (sh.gdn_scan("g", "u", tp="tp", overlap=True), {"u": 2, "tp": 2, "g": 2}, {**DELTA, "D": 200}, {}),
+    (sh.gdn_scan(), {"cp": 5}, {**DELTA, "S": 404, "W": 5, "Y": 24}, {}),
 ]  # fmt: skip
 
 

@@ -1,0 +1,248 @@
+"""Gated delta nets and layouts that do not go together: every error, before anything moves, on every rank alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn import sharding as sh
+
+from . import gdn_cases as cases
+from .test_latent_models import HEADS, MLP, model
+from .test_recurrent_models import PLAIN
+
+CFG = cases.config()  # K=2 H=4
+DELTA = cases.config(num_key_heads=4, num_value_heads=8)
+
+
+def refused(layout, axes, *, S=8, cfg=CFG, **options):
+    """What every rank says of a layer, having sent nothing."""
+    params, x = cases.weights(F.GDN.init(cfg, 0)), torch.randn(2, S, 10, dtype=torch.float64)
+    return _refused(F.gdn, layout, axes, S, (params, x, cfg), options)
+
+
+def refused_model(layout, axes, *attentions, S=8, **options):
+    """The same of a decoder with these attentions."""
+    cfg, params = model(*((attention, MLP) for attention in attentions))
+    return _refused(F.decoder, layout, axes, S, (params, torch.randint(0, 31, (2, S)), cfg), options)
+
+
+def _refused(fn, layout, axes, S, args, options):
+    mesh, record = sh.Mesh(**axes), sh.trace(sh.Mesh(**axes))
+    with pytest.raises((ValueError, TypeError)) as error:
+        sh.simulate(sh.shard(fn, layout, mesh, S=S), record.mesh)(*args, **options)
+    said = str(error.value)
+    if not {"tp", "dp"} & {*axes}:  # each rank by itself, without a simulation
+        layer, (params, x, cfg) = sh.shard(fn, layout, mesh, S=S), args
+        edge = layout["x" if fn is F.gdn else "tokens"][0]
+
+        def body(at):
+            with pytest.raises(type(error.value)) as mine:
+                layer(params, sh.cut(x, edge, at), cfg, mesh=at.recording(record), **options)
+            return str(mine.value)
+
+        assert {text.split("\n    rank ")[0] for text in sh.Threads(mesh).run(body)} == {said.split("\n    rank ")[0]}
+    assert not len(record)
+    return "\n".join(line.rstrip() for line in said.split("\n"))
+
+
+def made(make):
+    """Why a layout cannot be made, or not for a function."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        make()
+    return "\n".join(line.rstrip() for line in str(error.value).split("\n"))
+
+
+SCANS = [(sh.gdn_scan(), {"cp": 2}), (sh.gdn_ulysses(), {"u": 2})]
+
+
+@pytest.mark.parametrize(("layout", "axes"), SCANS)
+def test_documents_that_do_not_cover_the_tokens(layout, axes):
+    assert_expected_inline(
+        "\n".join(
+            refused(layout, axes, cu_seqlens=cu)
+            for cu in ([0, 3, 7], torch.tensor([0, 3, 9]), [1, 8], [0, 5, 3, 8], [0, 4.5, 8])
+        ),
+        """\
+cu_seqlens=[0, 3, 7] ends with 7, but there are S=8 tokens
+    fix: append 8: padding is then a document of its own
+cu_seqlens=[0, 3, 9] ends with 9, but there are S=8 tokens
+    fix: end with 8
+cu_seqlens=[1, 8]: it starts with 0 and ends with S=8
+cu_seqlens=[0, 5, 3, 8]: 3 comes after 5; it must ascend
+cu_seqlens=[0, 4.5, 8]: whole numbers are needed, such as [0, 3, 10]""",
+    )
+    assert_expected_inline(
+        refused(layout, axes, segment_ids=torch.zeros(2, 4, dtype=torch.int64)),
+        """\
+segment_ids 2 4: 2 8 is needed, rows of all S=8 tokens
+    fix: all tokens of these rows, which every rank gets whole, not this rank's part of them""",
+    )
+    assert_expected_inline(
+        refused(layout, axes, cu_seqlens=[0, 8], segment_ids=torch.zeros(2, 8, dtype=torch.int64)),
+        """\
+cu_seqlens and segment_ids both say where documents are
+    fix: cu_seqlens alone""",
+    )
+    assert_expected_inline(
+        refused(layout, axes, positions=torch.arange(4)[None]),
+        """\
+positions 1 4: 1 8 is needed, rows of all S=8 tokens
+    fix: all tokens of these rows, which every rank gets whole, not this rank's part of them""",
+    )
+
+
+def test_heads_that_cannot_be_dealt_out():
+    assert_expected_inline(
+        refused(sh.gdn_ulysses(), {"u": 5}),
+        """\
+gdn_ulysses("u"): H=4 value heads are fewer than u=5 ranks
+    B S (K/u G) V
+    mesh: u=5     fix: gdn_scan("u")""",
+    )
+    assert_expected_inline(
+        refused(sh.gdn_ulysses(tp="tp"), {"tp": 2, "u": 3}),
+        """\
+gdn_ulysses("u", tp="tp"): H=2 value heads (4 over tp=2) are fewer than u=3 ranks
+    B S (K/tp/u G) V
+    mesh: tp=2 u=3     fix: gdn_scan("u", tp="tp")""",
+    )
+    assert_expected_inline(
+        refused(sh.gdn_scan(tp="tp"), {"tp": 3, "cp": 2}),
+        """\
+gdn_scan("cp", tp="tp"): K=2 key heads over tp=3, which splits them before
+    B S/cp (K/tp G) V
+    mesh: tp=3 cp=2     fix: tp=2""",
+    )
+    assert_expected_inline(
+        refused(sh.gdn_ulysses(tp="tp"), {"tp": 2, "u": 2}, cfg=cases.config(num_key_heads=3, num_value_heads=6)),
+        """\
+gdn_ulysses("u", tp="tp"): K=3 key heads lie unevenly over tp=2, and 1 of them cannot be dealt to 2 ranks more
+    B S (K/tp/u G) V
+    mesh: tp=2 u=2     fix: tp=1, or u=1""",
+    )
+
+
+def test_axes_of_tokens_that_a_layout_does_not_use():
+    assert_expected_inline(
+        refused(sh.gdn_ulysses(), {"cp": 2, "u": 2}),
+        """\
+gdn_ulysses("u") does not use cp=2, over which tokens are split: each part would begin without a state
+    mesh: cp=2 u=2     fix: Mesh without cp, or gdn_scan("cp", "u")""",
+    )
+    assert_expected_inline(
+        refused(sh.gdn_scan(), {"g": 2, "cp": 2}),
+        """\
+gdn_scan("cp") does not use g=2, over which tokens are split: each part would begin without a state
+    mesh: g=2 cp=2     fix: Mesh without g, or a layout that names g""",
+    )
+
+
+def test_tokens_in_head_tail_order_within_a_scan():
+    chains = {
+        edge: tuple(spec.replace("S/cp", "S/cp:zigzag") for spec in chain) for edge, chain in sh.gdn_scan().chains
+    }
+    assert_expected_inline(
+        made(lambda: sh.shard(F.gdn, sh.Layout("mine", chains), sh.Mesh(cp=2), S=8)),
+        """\
+mine: a state goes from one token to the next, and in head-tail order a rank has two pieces that are far apart
+    B S/cp:zigzag K E -> B S K E
+      ^^^^^^^^^^^
+    fix: S/cp, in plain order""",
+    )
+
+
+def test_arguments_that_a_layer_has_no_place_for():
+    assert_expected_inline(
+        refused(sh.gdn_scan(), {"cp": 2}, mask=torch.ones(8, 8, dtype=torch.bool)),
+        """gdn(mask=...) under a layout: it passes no edge mask that would bring it""",
+    )
+    (cache,) = F.empty_caches([CFG], 2, 1, dtype=torch.float64)
+    assert_expected_inline(
+        refused(sh.gdn_scan(), {"cp": 2}, cache=cache),
+        """\
+gdn(cache=...) under a layout: a cache is not split over ranks
+    fix: without it""",
+    )
+    both = sh.beside(sh.ulysses(), sh.gdn_scan("u"))
+    assert_expected_inline(
+        refused_model(both, {"u": 2}, DELTA, PLAIN, mask=torch.ones(8, 8, dtype=torch.bool)),
+        """\
+decoder(mask=...): layers[0].attention is of class GDN, which reads a state and no tokens, so there is nothing to mask
+    fix: positions of -1 for padding, cu_seqlens or segment_ids for documents""",
+    )
+    caches = F.empty_caches([DELTA, PLAIN], 2, 8, dtype=torch.float64)
+    assert_expected_inline(
+        refused_model(both, {"u": 2}, DELTA, PLAIN, cache=caches),
+        """\
+decoder(cache=...) under a layout: a cache is not split over ranks
+    fix: without it""",
+    )
+
+
+def test_layouts_of_one_kind_for_a_model_of_both():
+    assert_expected_inline(
+        refused_model(sh.ulysses(), {"u": 2}, DELTA, PLAIN),
+        """\
+decoder(params=...): layers[0].attention is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary
+    fix: a layout with rules for every kind of layer that there is""",
+    )
+    assert_expected_inline(
+        refused_model(sh.gdn_scan("u"), {"u": 2}, DELTA, PLAIN),
+        """\
+decoder(params=...): layers[1].attention is of class Attention, and gdn_scan("u") has no rule for its q, k, v, q_positions, k_positions, q_segment_ids, k_segment_ids, mask, sinks, o
+    fix: a layout with rules for every kind of layer that there is""",
+    )
+    assert_expected_inline(
+        made(lambda: sh.shard(F.attention, sh.gdn_scan("u"), sh.Mesh(u=2), S=8)),
+        """\
+gdn_scan("u") has no rule for q, k, v, q_positions, k_positions, q_segment_ids, k_segment_ids, mask, sinks, o, which attention passes
+    fix: Layout("...", {..., "q": "its spec"})""",
+    )
+    assert_expected_inline(
+        made(lambda: sh.shard(F.gdn, sh.ulysses(), sh.Mesh(u=2), S=8)),
+        """\
+ulysses("u") has no rule for b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary, which gdn passes
+    fix: Layout("...", {..., "b": "its spec"})""",
+    )
+    assert_expected_inline(
+        made(lambda: sh.shard(F.gdn, sh.beside(sh.ulysses(), sh.gdn_scan("u")), sh.Mesh(u=2), S=8)),
+        """ulysses("u") beside gdn_scan("u") moves k, o, q, v, which gdn does not pass""",
+    )
+
+
+def test_layouts_that_do_not_stand_beside_each_other():
+    assert_expected_inline(
+        "\n".join(
+            made(lambda pair=pair: sh.beside(*pair))
+            for pair in (
+                (sh.gdn_scan("u"), sh.ulysses()),
+                (sh.ulysses(), sh.all_gather()),
+                (sh.gdn_scan("u"), sh.gdn_ulysses("u")),
+                (sh.ulysses(tp="tp"), sh.gdn_scan("u")),
+                (sh.mla_latent(dp="dp"), sh.gdn_scan("u")),
+                (sh.ulysses(dims="S B H E"), sh.gdn_scan("u")),
+            )
+        ),
+        """\
+beside(attention, gdn): ulysses("u") is in the place of the other
+    fix: a layout of attention, then one of gated delta nets
+beside(attention, gdn): all_gather("g") is in the place of the other
+    fix: a layout of attention, then one of gated delta nets
+beside(attention, gdn): gdn_scan("u") is in the place of the other
+    fix: a layout of attention, then one of gated delta nets
+ulysses("u", tp="tp") beside gdn_scan("u"): K lies as K/tp in one and as K in the other
+    fix: tp="..." in both
+mla_latent("u", dp="dp") beside gdn_scan("u"): B lies as B/dp in one and as B in the other
+    fix: dp="..." in both
+ulysses("u", dims="S B H E") beside gdn_scan("u"): activations are S/u B D in one and B S/u D in the other
+    fix: dims="B S H E" in both""",
+    )
+    heads = sh.beside(sh.ulysses(), sh.gdn_scan("cp"))
+    assert_expected_inline(
+        refused_model(heads, {"u": 2, "cp": 2}, DELTA, HEADS),
+        """\
+ulysses("u") beside gdn_scan("cp") does not use cp=2, over which tokens are split: each part would attend to itself alone
+    mesh: u=2 cp=2     fix: Mesh without cp, or hybrid(ulysses="u", gather="cp")""",
+    )

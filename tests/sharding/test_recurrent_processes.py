@@ -1,0 +1,115 @@
+"""Gated delta nets under their layouts over gloo: what simulated ranks give, value by value and event by event.
+
+Functions above a test without `test_` in their name are its scenario, which every process runs (see `gloo`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshfn import functional as F
+from meshfn import sharding as sh
+
+from . import gdn_cases as cases
+from . import gloo
+from .gloo import mesh_of
+from .test_latent_processes import close, own
+
+
+@pytest.fixture(scope="module")
+def two():
+    return gloo.run(2, [random_layouts, compiled])
+
+
+@pytest.fixture(scope="module")
+def four():
+    return gloo.run(4, [random_layouts])
+
+
+@functools.cache
+def chosen(ranks):
+    """30 cases, 24 of them with uneven tokens or heads; 18 are scans."""
+    found = []
+    for kind, first, many in (("scan", 7000, 18), ("ulysses", 8000, 12)):
+        made = (cases.make(seed, ranks, kind) for seed in itertools.count(first))
+        large = (case for case in made if case.x.shape[1] > 2)
+        uneven = (c for c in large if c.x.shape[1] % ranks or c.sizes["K"] % (c.axes.get("u", 1) * c.axes.get("tp", 1)))
+        found += [*itertools.islice(uneven, many - 3), *itertools.islice(large, 3)]
+    return found
+
+
+def random_layouts():
+    found = []
+    for case in chosen(dist.get_world_size()):
+        mesh, S = mesh_of(**case.axes), case.x.shape[1]
+        record = sh.trace(mesh)
+        layer = sh.shard(F.gdn, case.layout, record.mesh, S=S)
+        specs, ends = layer.specs(case.params, case.cfg), case.layout["out"][-1]
+        params = F.tree.map(own, sh.cut(case.params, specs, mesh))
+        x = own(sh.cut(case.x, ends, mesh))
+        given = {"params": case.params, "x": case.x, "cfg": case.cfg, **case.options}
+        rows = {name: spec for name, spec in layer.in_specs(given).items() if name in case.options and spec is not None}
+        options = {n: sh.cut(o, rows[n], mesh) if n in rows else o for n, o in case.options.items()}
+        y, _ = layer(params, x, case.cfg, **options)
+        leaves = [x, *F.tree.leaves(params)]
+        loss = sh.counted_once((y * sh.cut(case.grad, ends, mesh)).sum(), ends, mesh)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        grads = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
+        summed = sh.sum_gradients(F.tree.unflatten(F.tree.structure(params), grads[1:]), specs, mesh)
+
+        want, wanted = cases.dense(case)
+        right = F.tree.unflatten(F.tree.structure(case.params), wanted[1:])
+        of_x = sh.sum_gradients(grads[0], ends, mesh)  # ranks that share tokens have a part each
+        there = sh.cut((case.grad != 0).to(want.dtype), ends, mesh)  # what stands in padding means nothing
+        pairs = [(y * there, sh.cut(want, ends, mesh)), (of_x, sh.cut(wanted[0], ends, mesh))]
+        pairs += zip(F.tree.leaves(summed), F.tree.leaves(sh.cut(right, specs, mesh)), strict=True)
+        found.append((all(close(a, b) for a, b in pairs), record.events))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_layouts(ranks, request):
+    results = request.getfixturevalue({2: "two", 4: "four"}[ranks])["random_layouts"]
+    for i, case in enumerate(chosen(ranks)):
+        record = sh.trace(sh.Mesh(**case.axes))
+        cases.sharded(case, record.mesh)
+        for rank, of_rank in enumerate(results):
+            right, events = of_rank[i]
+            assert right, f"rank {rank}: {case}"
+            assert gloo.facts(events) == gloo.facts(record.of(rank)), f"{case}"
+    assert sum(len(events) > 0 for _, events in results[0]) >= 25
+
+
+def compiled():
+    """Graphs of a layer, and the collectives of each; compiled, it gives what it gives otherwise."""
+    cfg, found = cases.config(), {}
+    params = cases.weights(F.GDN.init(cfg, 0))
+    x = torch.randn(2, 11, 10, dtype=torch.float64)
+    for layout, options in ((sh.gdn_ulysses("u"), {}), (sh.gdn_scan("u"), {"cu_seqlens": (0, 3, 4, 9, 11)})):
+        mesh, graphs = mesh_of(u=2), gloo.Graphs()
+        layer = sh.shard(F.gdn, layout, mesh, S=11)
+        shard = own(sh.cut(x, layout["x"][0], mesh))
+
+        def run(params, x, layer=layer, options=options):
+            return layer(params, x, cfg, **options)[0]
+
+        results = []
+        for fn in (run, torch.compile(run, backend=graphs, fullgraph=True)):
+            y = fn(params, shard)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [shard, *F.tree.leaves(params)])])
+        torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+        found[layout.name] = (graphs.frames, graphs.collectives)
+    return found
+
+
+def test_compiled_layers(two):
+    for found in two["compiled"]:
+        # What comes in and what goes out, or the halo and the summary; each has its adjoint.
+        assert found == {
+            'gdn_ulysses("u")': (1, {"forward": [2], "backward": [2]}),
+            'gdn_scan("u")': (1, {"forward": [2], "backward": [2]}),
+        }
