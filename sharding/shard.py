@@ -153,7 +153,10 @@ class Sharded:
     def _layer(self, at: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound, given = self._bound(args, kwargs)
         named = bound.arguments
-        for name, why in (("wire", "the layout is the wire"), ("cache", "a cache is not split over ranks")):
+        refused = {"wire": "the layout is the wire"}
+        if not self._leaves:
+            refused["cache"] = "a cache is not split over ranks"
+        for name, why in refused.items():
             if given.get(name) is not None:
                 raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
         needs = {"mask": "mask", "segment_ids": "q_segment_ids", "cu_seqlens": "q_segment_ids",
@@ -174,7 +177,8 @@ class Sharded:
             self.layout, at, self.sizes, whole=known.edges, cu=known.cu, ordered=known.ordered, device=device,
             part=self.part,
         )  # fmt: skip
-        local: dict[str, Any] = {"positions": wire.mine(known.positions), "wire": wire}
+        positions = None if known.positions is None else wire.mine(known.positions)
+        local: dict[str, Any] = {"positions": positions, "wire": wire}
         if known.edges["q_segment_ids"] is not None:
             local["segment_ids"] = wire.mine(known.edges["q_segment_ids"])
         for name, used in (("core", True), ("absorbed_core", bool(given.get("absorbed")))):
@@ -266,7 +270,7 @@ class Sharded:
         }
         for name, x in named.items():
             if isinstance(x, tree.Tree) and cfg is not None:
-                specs[name] = self.specs(x, cfg)
+                specs[name] = self._of_cache(x, cfg) if name == "cache" else self.specs(x, cfg)
             elif inside and name not in edges and name not in whole.NAMES and _holds_tensors(x):
                 what = f"a {type(x).__name__}" + " without a config" * isinstance(x, tree.Tree)
                 raise SpecError(
@@ -306,8 +310,25 @@ class Sharded:
         )
         return parse(str(Spec(dims, spec.partial)))
 
-    def out_specs(self, result: Any) -> Any:
-        """How the result is split: as the last edge that the function passes itself."""
+    @property
+    def _leaves(self) -> set[str]:
+        """What a cache may have: a leaf each for the edges `cache_...` that the function passes itself."""
+        found = edges_of(self.fn) if self.is_layer else ()
+        return {edge.removeprefix("cache_") for edge in found if edge.startswith("cache_")}
+
+    def _of_cache(self, cache: tree.Tree, cfg: Any) -> Any:
+        """How a cache lies, when it comes in and when it goes out; None, whole, for one that the function refuses."""
+        sizes = tree.sizes_of(cache, cfg)
+        names = {path: path.removeprefix(".") for path in sizes}
+        if {*names.values()} != self._leaves:
+            return None
+        chains = rules.of_part(self.layout.chains, self.part)
+        found = dict(rules.resolve(self.layout.name, chains, self.mesh.axes, (cfg.sizes["H"], cfg.sizes["K"])))
+        new = {path: Sized(parse(found[f"cache_{name}"][0]), sizes[path]) for path, name in names.items()}
+        return tree.replace(cache, new)
+
+    def out_specs(self, result: Any, cache: Any = None) -> Any:
+        """How the result is split: as the last edge that the function passes itself; a cache as it came in."""
         own = [edge for edge in self.declared if "." not in edge] or list(self.declared)
         text = self.chains[joining.rule_of(self.chains, own[-1]) or ""][-1]
 
@@ -318,6 +339,8 @@ class Sharded:
         def of(x: Any, spec: str) -> Any:
             if isinstance(x, Tensor):
                 return spec
+            if isinstance(x, tree.Tree):
+                return cache
             if hasattr(x, "_fields"):
                 return type(x)(*(of(each, tokens) for each in x))
             return tuple(of(each, spec) for each in x) if isinstance(x, tuple) else None

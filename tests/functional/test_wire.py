@@ -119,11 +119,12 @@ def test_a_gated_delta_net_passes_its_edges_in_a_decoder():
         wired, _ = F.decoder(params, tokens, cfg, **given, wire=Counting(log))
         assert torch.equal(plain, wired)
         declared = edges_of(F.decoder)
-        parts = (".moe.", ".attention.", ".mla.")
+        parts = (".moe.", ".attention.", ".mla.", ".summary", ".tail", ".rows")  # the last three are of several ranks
         assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
-        sizes = {**gdn.sizes, "B": 2, "S": 5, "F": 9, "Z": 97}
+        sizes = {**gdn.sizes, "B": 2, "S": 5, "T": 5, "F": 9, "Z": 97}
         assert {name for _, name, shape in log if shape is None} == (
-            set() if given else {"layers.gdn.q_positions", "layers.gdn.q_segment_ids"}
+            {f"layers.gdn.cache_{leaf}" for leaf in ("q", "k", "v", "state")}
+            | (set() if given else {f"layers.gdn.{side}_{of}" for side in "qk" for of in ("positions", "segment_ids")})
         )
         for _, name, shape in log:
             if shape is not None:
