@@ -113,12 +113,18 @@ def gdn(
     positions, t_positions, ids, t_ids, *states = whole
     before = None if cache is None else GDNCache(q=states[0], k=states[1], v=states[2], state=states[3])
     told: dict[str, Any] = {"activation": cfg.hidden_act, "positions": t_positions, "segment_ids": t_ids}
-    q_BSKE, q_state = short_conv(q_BTKE, q_conv, states[0], **told)
-    k_BSKE, k_state = short_conv(k_BTKE, k_conv, states[1], **told)
-    v_BSHV, v_state = short_conv(v_BTHV, v_conv, states[2], **told)
+    front = v_BTHV.shape[1] - b_BSH.shape[1]  # tokens in front of this rank's own
+    convs = states[:3]
+    if before is not None and front == before.q.shape[-1]:  # then no state is read behind tokens
+        unread_B = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+        unread_B = unread_B if t_positions is None else (t_positions[:, :front] >= 0).all(1)
+        convs = [each.masked_fill(unread_B[:, None, None], 0) for each in convs]
+    q_BSKE, q_state = short_conv(q_BTKE, q_conv, convs[0], **told)
+    k_BSKE, k_state = short_conv(k_BTKE, k_conv, convs[1], **told)
+    v_BSHV, v_state = short_conv(v_BTHV, v_conv, convs[2], **told)
     if heads.kv_index is not None:  # heads were dealt out, whatever keys they share
         q_BSKE, k_BSKE = (t.index_select(2, heads.kv_index) for t in (q_BSKE, k_BSKE))
-    if (front := v_BSHV.shape[1] - b_BSH.shape[1]) > 0:  # tokens in front of this rank's own, which those have seen
+    if front > 0:  # they were for those behind to see
         q_BSKE, k_BSKE, v_BSHV = (t[:, front:] for t in (q_BSKE, k_BSKE, v_BSHV))
     if not cfg.channel_decay:
         a_BSHY = a_BSHY[..., 0]

@@ -22,7 +22,7 @@ class Counting:
     def layer(self, **facts: Any) -> Counting:
         return self
 
-    def heads(self, *, sent: bool = False) -> Heads:
+    def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         return Heads()
 
     def __init__(self, log: list[tuple[str, str, Any]], scope: str = "") -> None:
@@ -233,7 +233,7 @@ def test_kv_index_and_heads_reach_the_core():
     told: dict[str, Any] = {}
 
     class Dealt(Counting):
-        def heads(self, *, sent: bool = False) -> Heads:
+        def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
             return Heads(offset=2, local=4, kv_index=torch.tensor([1, 1, 0, 0]))
 
     def core(q, k, v, **given):
