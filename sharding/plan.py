@@ -20,7 +20,7 @@ from . import documents, html, rules, shards
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh, size_of, text_of
-from .rehearsal import Rank, rehearse
+from .rehearsal import Rank, moves_around, rehearse
 from .schedules import MATERIALISED, schedule_of
 from .show import columns, ranks_text
 from .spec import parse
@@ -224,8 +224,9 @@ def plan(
     notes: tuple[str, ...] = ()
     if schedule is MATERIALISED:
         notes = ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
-    if len(edges.get("out", ())) > 1 and "D" not in sizes:
-        notes += (f"not counted: the sum of out, {edges['out'][0]} -> {edges['out'][-1]}, for want of D=",)
+    for name in moves_around(edges) if "D" not in sizes else ():
+        what = "the sum of out" if len(parse(edges[name][0]).partial) else f"the move of {name}"
+        notes += (f"not counted: {what}, {' -> '.join(edges[name])}, for want of D=",)
     specs = [parse(text) for chain in edges.values() for text in chain]
     letters = [letter for letter in (*schedule.letters, "D") if letter in sizes]
     shown = [letter for letter in letters if latent or letter != "V" or sizes["V"] != sizes["E"]]

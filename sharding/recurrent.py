@@ -124,17 +124,16 @@ def beside(attention: Layout, gdn: Layout) -> Layout:
         raise SpecError(f"beside(attention, gdn): {which.name} is in the place of the other", fix="attention first")
     outer, inner = mine["x"][0], own["x"][0]
     if outer != inner:
-        try:
-            steps(*parse_pair(f"{outer} -> {inner}"))
-            steps(*parse_pair(f"{own['out'][-1]} -> {mine['out'][-1]}"))
-        except SpecError as error:
-            raise SpecError(
-                f"{attention.name} beside {gdn.name}: activations lie as {outer} in one and as {inner} in the other, "
-                "and no one step leads from one to the other",
-                fix="layouts that split tokens over the same axes",
-            ) from error
+        for pair in (f"{outer} -> {inner}", f"{own['out'][-1]} -> {mine['out'][-1]}"):
+            if len(found := steps(*parse_pair(pair))) > 1:
+                raise SpecError(
+                    f"{attention.name} beside {gdn.name}: activations lie as {outer} in one and as {inner} in the "
+                    f"other, and {len(found)} steps lead from one to the other",
+                    pair, fix="layouts that split tokens over the same axes",
+                )  # fmt: skip
         own["x"], own["out"] = (outer, *own["x"]), (*own["out"], mine["out"][-1])
-    kept = {edge: chain for edge, chain in own.items() if edge not in AROUND or mine.get(edge) != chain}
+    others = {edge for edge in AROUND if edge not in ("x", "out") or mine.get(edge) == own[edge]}  # are the model's
+    kept = {edge: chain for edge, chain in own.items() if edge not in others}
     edges = {**mine, **{f"gdn.{edge}": chain for edge, chain in kept.items()}}
     name, overlap = f"{attention.name} beside {gdn.name}", attention.overlap or gdn.overlap
     return Layout(name, tuple(edges.items()), overlap, attention.exchange, attention.keys)

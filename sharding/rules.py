@@ -262,8 +262,12 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
     made = ("kv",) if "kv_latent" in edges else ()  # within the layer
     outside = {e: chain[-1 if e in OUTBOUND else 0] for e, chain in edges.items() if e not in (*WHOLE, *made)}
     inside = {e: edges[e][0 if e == "o" else -1] for e in (*_WITH_QUERIES, "o") if e in edges}
+    moved = len(edges.get("x", ())) > 1  # before anything is made of it
+    if moved:
+        _same(name, "q", edges["q"][0], "x", edges["x"][-1], ("S",), axes)
     for other, spec in outside.items():
-        _same(name, "q", edges["q"][0], other, spec, ("S",), axes)
+        one = "x" if moved and other in AROUND else "q"
+        _same(name, one, edges[one][0], other, spec, ("S",), axes)
     met = "b" if "a_log" in edges else "q"  # of a gated delta net, whose q has tokens more to convolve
     for other, spec in inside.items():
         _same(name, met, edges[met][-1], other, spec, ("S", "K", "H"), axes)

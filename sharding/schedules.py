@@ -28,13 +28,14 @@ class Step(NamedTuple):
 
 class Schedule(NamedTuple):
     """inputs: the edges that begin with activations, parameters: with weights. letters: the sizes that a plan needs.
-    widths: letters that are sums of others."""
+    widths: letters that are sums of others. wide: edges that are never below fp32."""
 
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
     steps: tuple[Step, ...]
     letters: str
     widths: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    wide: tuple[str, ...] = ()
 
     @property
     def edges(self) -> tuple[str, ...]:
@@ -114,6 +115,7 @@ DELTA = Schedule(
     steps=(Step("receive", _READ), Step("core", ("o",), _READ), Step("pass", ("o",))),
     letters="BSHKEVW",
     widths=(("N", ("V",)),),
+    wide=("a_log", "dt_bias", "summary"),
 )
 
 # The same by tokens: what a shard does to a state goes to all, as E values more.
