@@ -26,7 +26,7 @@ from .show import columns, ranks_text
 from .spec import parse
 from .trace import Event
 
-__all__ = ["Exchange", "Plan", "diff", "plan"]
+__all__ = ["Exchange", "Plan", "diff", "plan", "span"]
 
 RANGES = 8  # of ranks that are listed
 
@@ -99,15 +99,16 @@ class Plan:
         """What a rank sends and receives, forward and backward together."""
         return self.of(rank).bytes
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """The table of exchanges: what carries what, how, and bytes and copies."""
         yield ("", "", "collective", "", "sends", "receives", "copies")
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             for i, e in enumerate(part):
                 over = f"{e.kind} over {'/'.join(e.axes)}"
-                numbers = (_span(e.sends), _span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
+                numbers = (span(e.sends), span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
                 yield (name if i == 0 else "", ", ".join(e.edges), over, _moved(e), *numbers)
 
-        ends = [_span(_ends(r.bytes[i] for r in self.classes)) for i in (0, 1)]
+        ends = [span(_ends(r.bytes[i] for r in self.classes)) for i in (0, 1)]
         yield ("in all", "", "", "", *ends, "")
 
     def _work(self) -> Iterator[tuple[str, ...]]:
@@ -119,7 +120,7 @@ class Plan:
             found.setdefault(facts, []).extend(r.ranks)
         rows = [(ranks_text(sorted(r)), *row) for row, r in sorted(found.items(), key=lambda item: min(item[1]))]
         if len(rows) > RANGES:  # the first and the last: with a causal mask those with the least and the most to do
-            more = (f"... {len(rows) - RANGES + 1} more", "", "", "", _span(self.flops), f"up to {self.peak:,}")
+            more = (f"... {len(rows) - RANGES + 1} more", "", "", "", span(self.flops), f"up to {self.peak:,}")
             rows = [*rows[: RANGES - 2], more, rows[-1]]
         yield from rows
 
@@ -140,7 +141,7 @@ class Plan:
         ]
 
     def __str__(self) -> str:
-        exchanges, work = list(self._rows()), list(self._work())
+        exchanges, work = list(self.rows()), list(self._work())
         table = [columns(exchanges, [False] * 4 + [True] * 3), [""]] if self.exchanges else []
         rows = columns(work, [False, True, True, True, True, True])
         return "\n".join([self.title, *self.facts, "", *itertools.chain(*table), *rows, "", *self._below()])
@@ -149,7 +150,7 @@ class Plan:
         return str(self)
 
     def _repr_html_(self) -> str:
-        exchanges, work = list(self._rows()), list(self._work())
+        exchanges, work = list(self.rows()), list(self._work())
         return html.figure([
             html.lines([self.title, *self.facts]),
             html.table(exchanges[0], exchanges[1:], [False] * 4 + [True] * 3),
@@ -323,5 +324,6 @@ def _ends(values: Any) -> tuple[int, int]:
     return (min(values), max(values)) if values else (0, 0)
 
 
-def _span(ends: tuple[int, int]) -> str:
+def span(ends: tuple[int, int]) -> str:
+    """The least and the most as one cell of a table."""
     return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
