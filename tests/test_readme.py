@@ -93,6 +93,23 @@ def test_layouts_of_latent_attention(capsys):
     torch.testing.assert_close(y, F.mla(params, x, cfg, positions=torch.arange(96)[None])[0], rtol=1e-12, atol=1e-12)
 
 
+def test_layouts_of_hybrid_models(capsys):
+    runpy.run_path(str(Path(__file__).parent.parent / "examples/hybrid_layouts.py"))
+    lines = capsys.readouterr().out.splitlines()
+    table = "\n".join(line for line in lines if line.startswith("|"))
+    assert table.count("gdn_scan") == 6
+    assert f"\n\n{table}\n\n" in README
+    assert "\n".join(lines[:3]) in README
+
+    found = {"F": F, "sh": sh}
+    exec(snippet("attention = F.AttentionConfig"), found)
+    exec(snippet("sh.beside("), found)
+    cfg, ids = found["cfg"], torch.randint(0, 50, (2, 96))
+    params = F.Decoder.init(cfg, seed=0, dtype=torch.float64)
+    loss, _ = sh.simulate(found["loss"], found["mesh"])(params, ids, cfg, ids)
+    torch.testing.assert_close(loss, F.next_token_loss(params, ids, cfg, ids)[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("drawn", [True, False])
 def test_the_notebook_of_gated_delta_nets(drawn, monkeypatch, capsys):
     if not drawn:

@@ -18,7 +18,7 @@ CHANNELS = F.GDNConfig(
     hidden_size=10, num_key_heads=4, num_value_heads=4, key_head_dim=4, value_head_dim=3, conv_kernel_dim=3,
     channel_decay=True, decay_rank=5, gate_rank=5, norm=F.NormConfig(),
 )  # fmt: skip
-# Qwen3.5-35B-A3B and Kimi-Linear-48B-A3B, as their configs have them.
+# As transformers' configs of Qwen3.5's mixtures and of Kimi Linear are where nothing else is said.
 QWEN = [{"D": 2048, "H": 32, "K": 16, "G": 2, "E": 128, "V": 128, "W": 4, "Y": 1}] * 3
 QWEN += [{"D": 2048, "H": 16, "K": 2, "G": 8, "E": 256, "V": 256}]
 KIMI = [{"D": 2304, "H": 32, "K": 32, "G": 1, "E": 128, "V": 128, "W": 4, "Y": 128, "L": 128}] * 3
