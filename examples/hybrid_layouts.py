@@ -19,8 +19,8 @@ asked: dict[str, Any] = {"B": 1, "S": 32768, "dtype": torch.bfloat16, "causal": 
 
 # %% [markdown]
 # ## Two models
-# Configs alone: a plan asks for no weights. The sizes are those that transformers gives both families where nothing else
-# is said. Decays are one a head in the first, and one a channel of the key in the second.
+# Configs alone: a plan asks for no weights. The sizes are those that transformers gives both families where nothing
+# else is said. Decays are one a head in the first, and one a channel of the key in the second.
 
 
 # %%
