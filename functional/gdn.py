@@ -174,10 +174,11 @@ def _across(
             rows_B = ((positions >= 0).any(1).long() + (positions == 0).any(1)).to(dtype)
         told = {"tail": _by_key_head(ends, q.shape[2]).to(dtype)[None], "rows": rows_B[None]}
     summary_PBHNE, tail_PBCU, rows_PB = wire.receive(summary=state_BHNE[None], **told)
-    before_BHVE = state_BHNE.new_zeros(batch, heads, V, E)
+    # Nothing is before the first rank, whose backward must send what others wait for all the same.
+    before_BHVE = state_BHNE.new_zeros(batch, heads, V, E) + summary_PBHNE[:, :, :, :0].sum()
     if cache is not None:
         unread_B = (rows_PB == 2).any(0) | (rows_PB == 0).all(0)
-        before_BHVE = cache.state.masked_fill(unread_B[:, None, None, None], 0)
+        before_BHVE = before_BHVE + cache.state.masked_fill(unread_B[:, None, None, None], 0)
     place = wire.place("summary")
     before_BHVE = _behind(before_BHVE, summary_PBHNE[:place])
     o_BSHV = o_BSHN[..., :V] + torch.einsum("bhve,bshe->bshv", before_BHVE, o_BSHN[..., V:])

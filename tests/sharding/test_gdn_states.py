@@ -138,6 +138,44 @@ def test_a_rank_has_its_heads_of_a_cache_or_all_of_it():
         assert [seen[rank] for rank in range(mesh.size)] == wanted
 
 
+@pytest.mark.parametrize("S", [2, 11])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("layout", [sh.gdn_scan("u"), sh.gdn_ulysses(), sh.gdn_scan("u", overlap=True)])
+def test_backward_of_each_rank_by_itself(layout, cached, S):
+    """As in processes: what a rank does not need of an exchange it sends back all the same, and in one order. Of what
+    lies on every rank, gradients are pending sums."""
+    cfg, mesh = config(4, 1), sh.Mesh(u=3)
+    params, x, cache = made(cfg, 2, S)
+    whole = layout.name.startswith("gdn_scan")
+    y, new = F.gdn(params, x, cfg, cache=cache if cached else None)
+    dy, leaves = torch.randn_like(y), F.tree.leaves(params)
+    loss = (y * dy).sum() + (new.state.square().sum() + new.q.sum() if cached else 0)
+    states = F.tree.leaves(cache) if cached else []
+    wanted = torch.autograd.grad(loss, [x, *leaves, *states])
+    layer = sh.shard(F.gdn, layout, mesh, S=S)
+    specs = layer.in_specs({"params": params, "cfg": cfg, "cache": cache})["cache"]
+    copies = 3 if whole else 1  # of the new cache
+
+    def cut(t, spec, at):
+        return sh.reshard(t.detach(), f"{spec.replace('/u', '')} -> {spec}", at, **cfg.sizes, S=S).requires_grad_()
+
+    def body(at):
+        mine = F.tree.map(lambda p: p.detach().requires_grad_(), params)
+        held = F.tree.map(lambda t, spec: cut(t, str(spec), at), cache, specs) if cached else None
+        shard, grad = (cut(t, "B S/u D", at) for t in (x, dy))
+        out, after = layer(mine, shard, cfg, cache=held, mesh=at)
+        ours = (out * grad).sum() + ((after.state.square().sum() + after.q.sum()) / copies if cached else 0)
+        inputs = [shard, *F.tree.leaves(mine), *(F.tree.leaves(held) if cached else [])]
+        return torch.autograd.grad(ours, inputs, materialize_grads=True)  # a rank without tokens reads no gates
+
+    ranks = sh.Threads(mesh).run(body)
+    found = [torch.cat([of[0] for of in ranks], 1), *(sum(of[i] for of in ranks) for i in range(1, len(leaves) + 1))]
+    for i in range(len(leaves) + 1, len(wanted)):
+        parts = [of[i] for of in ranks]
+        found.append(sum(parts) if whole else torch.cat(parts, 1))
+    equal(found, list(wanted))
+
+
 def test_what_a_cache_adds_to_an_exchange():
     """No exchange more, and of each row the end of the convolution and one number, whatever S is."""
     cfg, mesh = config(2, 2), sh.Mesh(cp=4)
