@@ -99,7 +99,7 @@ def gdn(
     heads = wire.heads(of="v")
     if cache is not None:
         _check_cache(params, x, cfg, cache, heads)
-    states = (None, None, None, None) if cache is None else (cache.q, cache.k, cache.v, cache.state)
+    states: list[Any] = [None] * 4 if cache is None else [cache.q, cache.k, cache.v, cache.state]
     if positions is not None:
         positions = positions.expand(x.shape[:2])
     x_BSD = wire.pass_(x=zero_absent(x, tokens_of(x.shape[1], None, positions)))

@@ -26,7 +26,7 @@ from .show import columns, ranks_text
 from .spec import parse
 from .trace import Event
 
-__all__ = ["Exchange", "Plan", "diff", "plan", "span"]
+__all__ = ["Exchange", "Plan", "diff", "ends_of", "plan", "span"]
 
 RANGES = 8  # of ranks that are listed
 
@@ -79,7 +79,7 @@ class Plan:
     @property
     def flops(self) -> tuple[int, int]:
         """Of the core and of what is projected on the way, forward: the least and the most of any rank."""
-        return _ends(r.flops for r in self.classes)
+        return ends_of(r.flops for r in self.classes)
 
     @property
     def peak(self) -> int:
@@ -108,7 +108,7 @@ class Plan:
                 numbers = (span(e.sends), span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
                 yield (name if i == 0 else "", ", ".join(e.edges), over, _moved(e), *numbers)
 
-        ends = [span(_ends(r.bytes[i] for r in self.classes)) for i in (0, 1)]
+        ends = [span(ends_of(r.bytes[i] for r in self.classes)) for i in (0, 1)]
         yield ("in all", "", "", "", *ends, "")
 
     def _work(self) -> Iterator[tuple[str, ...]]:
@@ -301,8 +301,8 @@ def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:
                      and e.call.backward == first.call.backward) for r in made]  # fmt: skip
         pairs = tuple(part.split(": ", 1)[1] for part in first.call.text.split("; "))
         found.append(Exchange(
-            first.call.edges, first.kind, first.axes, pairs, _ends(e.sent for e in of_ranks),
-            _ends(e.received for e in of_ranks), (max(e.copies for e in of_ranks), max(e.copies for e in wait)),
+            first.call.edges, first.kind, first.axes, pairs, ends_of(e.sent for e in of_ranks),
+            ends_of(e.received for e in of_ranks), (max(e.copies for e in of_ranks), max(e.copies for e in wait)),
             first.call.backward,
         ))  # fmt: skip
     return tuple(found)
@@ -319,7 +319,8 @@ def _moved(exchange: Exchange) -> str:
     return ", ".join(found)
 
 
-def _ends(values: Any) -> tuple[int, int]:
+def ends_of(values: Any) -> tuple[int, int]:
+    """The least and the most."""
     values = list(values)
     return (min(values), max(values)) if values else (0, 0)
 

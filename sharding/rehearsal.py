@@ -188,7 +188,7 @@ def _needs_of(
             ranks = mesh.ranks(gathered, rank)
             if ranks not in groups:
                 if "W" in schedule.letters:
-                    wanted = [rules.reached(first, mesh.axes, r, size, sizes["W"]) for r in ranks]
+                    wanted: Sequence[Ranges] = [rules.reached(first, mesh.axes, r, size, sizes["W"]) for r in ranks]
                 else:
                     wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
                 holds = [shards.held(keys, sizes, mesh.axes, mesh.coordinates(r)) for r in ranks]

@@ -43,7 +43,9 @@ def shard(fn: Callable[..., Any], layout: Layout, mesh: Mesh, /, **sizes: int) -
     The result takes what fn takes, as shards: q, k, v, x, tokens as the layout's specs begin, parameters as their own
     specs say of the axes that split heads and features. Whole on every rank: positions, q_positions and k_positions
     `B|1 S` (0 .. S-1, or within documents, unless given), segment_ids `B S`, mask (boolean, `S S` or `B|1 H|1 S S`)
-    and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result.
+    and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result. A
+    cache comes in and goes out as the layer's edges `cache_...` lie; a layer without these takes none. With one, tokens
+    go on from it unless positions are given.
 
     A core is told what a shard cannot know, as far as it takes it: q_positions, k_positions, segment_ids (both sides),
     kv_index, head_offset, local_heads; one that takes no kv_index gets its keys and values repeated instead.

@@ -15,7 +15,7 @@ from . import html
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh, text_of
-from .plan import Plan, span
+from .plan import Plan, ends_of, span
 from .rules import stays
 from .schedules import schedule_of
 from .shards import known
@@ -85,7 +85,7 @@ class Stack:
         for rank in range(self.mesh.size):
             classes.setdefault(tuple(place[rank] for place in places), rank)
         found = [sum(len(kind.layers) * of(kind, rank) for kind in self.kinds) for rank in classes.values()]
-        return min(found), max(found)
+        return ends_of(found)
 
     def _blocks(self) -> Iterator[list[str]]:
         for kind in self.kinds:
@@ -101,9 +101,8 @@ class Stack:
         yield ("a step", "layers", "exchanges", "sends", "receives", "flops forward", "peak bytes")
         for kind in self.kinds:
             n, plan = len(kind.layers), kind.plan
-            ends = [[n * f(r.bytes[i] for r in plan.classes) for f in (min, max)] for i in (0, 1)]
-            work = [n * flops for flops in plan.flops]
-            sums = [span((low, high)) for low, high in (*ends, work)]
+            ends = [ends_of(r.bytes[i] for r in plan.classes) for i in (0, 1)]
+            sums = [span((n * low, n * high)) for low, high in (*ends, plan.flops)]
             yield (NAMES[kind.part], str(n), str(n * len(plan.exchanges)), *sums, f"{plan.peak:,}")
         ends = [self._ends(lambda kind, rank, i=i: kind.plan.bytes(rank)[i]) for i in (0, 1)]
         total = sum(len(kind.layers) for kind in self.kinds)
