@@ -31,7 +31,7 @@ from .recurrence import gated_delta_rule, short_conv
 from .rows import tokens_of, zero_absent
 from .shapes import ShapeError, check_shapes
 from .tree import check_presence
-from .wire import Wire, edges, identity
+from .wire import Heads, Wire, edges, identity
 
 __all__ = ["GDN", "GDNConfig", "Projected", "gdn", "gdn_output", "gdn_project"]
 
@@ -63,7 +63,13 @@ class Projected(NamedTuple):
     k_positions="B T",
     q_segment_ids="B S",
     k_segment_ids="B T",
+    cache_q="B (K E) U",
+    cache_k="B (K E) U",
+    cache_v="B (K G V) U",
+    cache_state="B (K G) V E",
     summary="P B (K G) N E",
+    tail="P B (K C) U",
+    rows="P B",
     o="B S (K G) V",
     out="B S D",
 )
@@ -91,6 +97,10 @@ def gdn(
     check_presence("gdn", params, cfg, GDN)
     _check(params, x, cfg, positions, segment_ids, cache)
     wire = wire.layer(H=cfg.num_value_heads, K=cfg.num_key_heads, W=cfg.conv_kernel_dim)
+    heads = wire.heads(of="v")
+    if cache is not None:
+        _check_cache(params, x, cfg, cache, heads)
+    states: list[Any] = [None] * 4 if cache is None else [cache.q, cache.k, cache.v, cache.state]
     if positions is not None:
         positions = positions.expand(x.shape[:2])
     x_BSD = wire.pass_(x=zero_absent(x, tokens_of(x.shape[1], None, positions)))
@@ -99,18 +109,23 @@ def gdn(
         q=q, k=k, v=v, b=b, a=a, q_conv=params.q_conv, k_conv=params.k_conv, v_conv=params.v_conv,
         a_log=params.a_log, dt_bias=params.dt_bias, q_positions=positions, k_positions=positions,
         q_segment_ids=segment_ids, k_segment_ids=segment_ids,
+        cache_q=states[0], cache_k=states[1], cache_v=states[2], cache_state=states[3],
     )  # fmt: skip
-    positions, t_positions, ids, t_ids = whole
-    states = (None, None, None, None) if cache is None else (cache.q, cache.k, cache.v, cache.state)
+    positions, t_positions, ids, t_ids, *states = whole
+    before = None if cache is None else GDNCache(q=states[0], k=states[1], v=states[2], state=states[3])
     told: dict[str, Any] = {"activation": cfg.hidden_act, "positions": t_positions, "segment_ids": t_ids}
-    if (index := wire.heads(of="v").kv_index) is not None:  # heads were dealt out, whatever keys they share
-        q_BTKE, k_BTKE = (t.index_select(2, index) for t in (q_BTKE, k_BTKE))
-        by_head = (each.unflatten(0, (-1, cfg.key_head_dim)) for each in (q_conv, k_conv))
-        q_conv, k_conv = (each.index_select(0, index).flatten(0, 1) for each in by_head)
-    q_BSKE, q_state = short_conv(q_BTKE, q_conv, states[0], **told)
-    k_BSKE, k_state = short_conv(k_BTKE, k_conv, states[1], **told)
-    v_BSHV, v_state = short_conv(v_BTHV, v_conv, states[2], **told)
-    if (front := v_BSHV.shape[1] - b_BSH.shape[1]) > 0:  # tokens in front of this rank's own, which those have seen
+    front = v_BTHV.shape[1] - b_BSH.shape[1]  # tokens in front of this rank's own
+    convs = states[:3]
+    if before is not None and front == before.q.shape[-1]:  # then no state is read behind tokens
+        unread_B = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+        unread_B = unread_B if t_positions is None else (t_positions[:, :front] >= 0).all(1)
+        convs = [each.masked_fill(unread_B[:, None, None], 0) for each in convs]
+    q_BSKE, q_state = short_conv(q_BTKE, q_conv, convs[0], **told)
+    k_BSKE, k_state = short_conv(k_BTKE, k_conv, convs[1], **told)
+    v_BSHV, v_state = short_conv(v_BTHV, v_conv, convs[2], **told)
+    if heads.kv_index is not None:  # heads were dealt out, whatever keys they share
+        q_BSKE, k_BSKE = (t.index_select(2, heads.kv_index) for t in (q_BSKE, k_BSKE))
+    if front > 0:  # they were for those behind to see
         q_BSKE, k_BSKE, v_BSHV = (t[:, front:] for t in (q_BSKE, k_BSKE, v_BSHV))
     if not cfg.channel_decay:
         a_BSHY = a_BSHY[..., 0]
@@ -120,26 +135,28 @@ def gdn(
     if wire.stays("summary"):
         told = {"positions": positions, "segment_ids": ids}
         o_BSHV, state = gated_delta_rule(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, states[3], **told)
+        cache = None if cache is None else GDNCache(q=q_state, k=k_state, v=v_state, state=state)
     else:
         begins = None if t_ids is None or front <= 0 else t_ids[:, front - 1] != t_ids[:, front]
-        o_BSHV = _across(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, positions, ids, begins, wire)
+        ends = (q_state, k_state, v_state)
+        o_BSHV, cache = _across(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, positions, ids, begins, before, ends, wire)
     o_BSHV = wire.pass_(o=o_BSHV)
-    if cache is not None:
-        cache = GDNCache(q=q_state, k=k_state, v=v_state, state=state)
     return gdn_output(params, o_BSHV, z, cfg, wire=wire), cache
 
 
 def _across(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, positions: Tensor | None, segment_ids: Tensor | None,
-    begins: Tensor | None, wire: Wire,
-) -> Tensor:  # fmt: skip
-    """The rule on some of the tokens, whose state comes from those before, on other ranks: o `B S H V`.
+    begins: Tensor | None, cache: GDNCache | None, ends: tuple[Tensor, ...], wire: Wire,
+) -> tuple[Tensor, GDNCache | None]:  # fmt: skip
+    """The rule on some of the tokens, whose state comes from those before, on other ranks: o `B S H V`, and the cache
+    behind all tokens.
 
     A token changes the state by a product and a sum, so that what all of them do is S -> S A + B. Both are found at
     once, as what becomes of E more values a head that begin with one, of which no token has any. begins: `B`, rows
-    whose first token here begins a document.
+    whose first token here begins a document. cache: in front of all tokens. ends: of q, k and v, what the convolution
+    keeps behind these tokens; that of the last rank with a token of a row goes into the cache.
     """
-    (batch, _, heads, V), E, dtype = v.shape, q.shape[-1], wide(v).dtype
+    (batch, tokens, heads, V), E, dtype = v.shape, q.shape[-1], wide(v).dtype
     one_BHEE = torch.eye(E, dtype=dtype, device=v.device).expand(batch, heads, E, E)
     if begins is not None:
         one_BHEE = one_BHEE.masked_fill(begins[:, None, None, None], 0)
@@ -148,15 +165,52 @@ def _across(
     # Positions say what is padding, and not which rows begin.
     there = None if positions is None else torch.where(positions < 0, -1, 1)
     o_BSHN, state_BHNE = gated_delta_rule(q, k, v_BSHN, g, beta, state_BHNE, positions=there, segment_ids=segment_ids)
-    if not q.shape[1]:  # a rank without tokens takes part in backward too
+    if not tokens:  # a rank without tokens takes part in backward too
         state_BHNE = state_BHNE + v_BSHN.sum()
-    summary_PBHNE = wire.pass_(summary=state_BHNE[None])
-    # The first rank reads of no other, and takes part in backward all the same.
-    before_BHVE = state_BHNE.new_zeros(batch, heads, V, E) + summary_PBHNE[:0].sum()
-    for part_BHNE in summary_PBHNE[: wire.place("summary")]:
-        before_BHVE = before_BHVE @ part_BHNE[:, :, V:] + part_BHNE[:, :, :V]
+    told: dict[str, Tensor | None] = {"tail": None, "rows": None}
+    if cache is not None:
+        # Of each row: 0 without a token here, 1 with some, 2 where one of them begins it.
+        rows_B = state_BHNE.new_full((batch,), min(tokens, 1))
+        if positions is not None:
+            rows_B = ((positions >= 0).any(1).long() + (positions == 0).any(1)).to(dtype)
+        told = {"tail": _by_key_head(ends, q.shape[2]).to(dtype)[None], "rows": rows_B[None]}
+    summary_PBHNE, tail_PBCU, rows_PB = wire.receive(summary=state_BHNE[None], **told)
+    # Nothing is before the first rank, whose backward must send what others wait for all the same.
+    before_BHVE = state_BHNE.new_zeros(batch, heads, V, E) + summary_PBHNE[:, :, :, :0].sum()
+    if cache is not None:
+        unread_B = (rows_PB == 2).any(0) | (rows_PB == 0).all(0)
+        before_BHVE = before_BHVE + cache.state.masked_fill(unread_B[:, None, None, None], 0)
+    place = wire.place("summary")
+    before_BHVE = _behind(before_BHVE, summary_PBHNE[:place])
     o_BSHV = o_BSHN[..., :V] + torch.einsum("bhve,bshe->bshv", before_BHVE, o_BSHN[..., V:])
-    return o_BSHV.to(v.dtype)
+    if cache is not None:
+        cache = _kept(cache, _behind(before_BHVE, summary_PBHNE[place:]), tail_PBCU, rows_PB, q.shape[2])
+    return o_BSHV.to(v.dtype), cache
+
+
+def _behind(state: Tensor, parts: Tensor) -> Tensor:
+    """The state `B H V E` behind parts `P B H V+E E`, each a sum and a product."""
+    for part_BHNE in parts:
+        V = state.shape[2]
+        state = state @ part_BHNE[:, :, V:] + part_BHNE[:, :, :V]
+    return state
+
+
+def _kept(cache: GDNCache, state: Tensor, tails: Tensor, rows: Tensor, heads: int) -> GDNCache:
+    """The cache behind all tokens: state `B H V E`, and of tails `P B (K C) U` that of the last part with a token of
+    the row; what it was in rows without any. rows: `P B`, above 0 where there are some. heads: K."""
+    tail_BCU = _by_key_head((cache.q, cache.k, cache.v), heads)
+    for part_BCU, some_B in zip(tails.to(tail_BCU.dtype), rows > 0, strict=True):
+        tail_BCU = torch.where(some_B[:, None, None], part_BCU, tail_BCU)
+    widths = [each.shape[1] // heads for each in (cache.q, cache.k, cache.v)]
+    q, k, v = (each.flatten(1, 2) for each in tail_BCU.unflatten(1, (heads, -1)).split(widths, 2))
+    new = (rows > 0).any(0)[:, None, None, None]
+    return GDNCache(q=q, k=k, v=v, state=torch.where(new, state, cache.state))
+
+
+def _by_key_head(states: tuple[Tensor, ...], heads: int) -> Tensor:
+    """The states of q, k and v, `B (K ...) U` each, side by side within each key head: `B (K C) U`."""
+    return torch.cat([each.unflatten(1, (heads, -1)) for each in states], 2).flatten(1, 2)
 
 
 def _check(
@@ -195,9 +249,19 @@ def _check(
         o_norm=(params.o_norm, "V"),
         o=(params.o, "D (K G V)"),
     )
-    if cache is None:
-        return
-    turned, wanted = cache.state.mT.shape[1:], (params.a_log.shape[0], cfg.value_head_dim, cfg.key_head_dim)
+    if cache is not None and segment_ids is not None:
+        raise ValueError("gdn: segment_ids with a cache\n    fix: give each document a row of the cache")
+
+
+def _check_cache(params: GDN, x: Tensor, cfg: GDNConfig, cache: GDNCache, local: Heads) -> None:
+    """local: the heads that a cache has under a layout."""
+    widths = {letter: n for letter, n in cfg.sizes.items() if letter not in "HK"}
+    if local.local is None or local.groups is None:
+        heads, q_conv, v_conv = params.a_log.shape[0], params.q_conv, params.v_conv
+    else:
+        heads, q_conv, v_conv = local.local, None, None
+        widths |= {"K": local.groups, "H": heads}
+    turned, wanted = cache.state.mT.shape[1:], (heads, cfg.value_head_dim, cfg.key_head_dim)
     if turned == wanted != cache.state.shape[1:]:
         raise ShapeError(
             f"gdn(cache=...): its state is key-major, H E V = {' '.join(map(str, cache.state.shape[1:]))}, and "
@@ -208,11 +272,12 @@ def _check(
         "gdn",
         widths,
         x=(x, "B S D"),
-        q_conv=(params.q_conv, "(K E) I W"),
+        q_conv=(q_conv, "(K E) I W"),
+        v_conv=(v_conv, "(H V) I W"),
         cache_q=(cache.q, "B (K E) U"),
         cache_k=(cache.k, "B (K E) U"),
-        cache_v=(cache.v, "B (K G V) U"),
-        cache_state=(cache.state, "B (K G) V E"),
+        cache_v=(cache.v, "B (H V) U"),
+        cache_state=(cache.state, "B H V E"),
     )
     for name in ("q", "k", "v", "state"):
         leaf, dtype = getattr(cache, name), wide(x).dtype if name == "state" else x.dtype
@@ -221,8 +286,6 @@ def _check(
                 f"gdn(cache=...): its {name} is in {leaf.dtype}, and for x in {x.dtype} it is in {dtype}\n"
                 f"    fix: empty_caches(..., dtype={x.dtype})"
             )
-    if segment_ids is not None:
-        raise ValueError("gdn: segment_ids with a cache\n    fix: give each document a row of the cache")
 
 
 def gdn_project(params: GDN, x: Tensor, cfg: GDNConfig) -> Projected:

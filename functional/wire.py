@@ -26,11 +26,13 @@ class Heads(NamedTuple):
 
     offset: the first local query head, counted globally. local: how many are local. None where all of them are.
     kv_index: for each local query head the local key/value head it reads; None where it is the plain grouping.
+    groups: how many key/value heads are local.
     """
 
     offset: int | None = None
     local: int | None = None
     kv_index: Tensor | None = None
+    groups: int | None = None
 
 
 class Wire(Protocol):

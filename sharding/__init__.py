@@ -8,6 +8,7 @@ ProcessGroup        the same body on processes, gloo or NCCL
 trace               what moved
 
 ulysses, all_gather, hybrid, Layout   where the edges of a layer lie and move; layout.plan(...) says what that takes
+beside                                one layout for a model of two kinds of layer; layout.stack(...) plans all of them
 shard                                 a core, a layer or a model, by a layout, as a function of one rank's shards
 diff, measure, best                   two plans compared; what a mesh costs; layouts ranked on it
 shard_batch, cut, positions_of        a rank's part of a batch, of parameters, of positions
@@ -30,6 +31,7 @@ from .shard import Sharded, shard
 from .show import Picture, show
 from .simulate import simulate
 from .spec import Spec
+from .stack import Stack
 from .threads import Threads
 from .trace import Event, Trace, trace
 from .transport import Call, Local, Transport, TransportError
@@ -50,6 +52,7 @@ __all__ = [
     "Sharded",
     "Spec",
     "SpecError",
+    "Stack",
     "Threads",
     "Trace",
     "Transport",

@@ -152,10 +152,11 @@ def best(
     takes three times its flops, of the rank with the most.
 
     sizes: global, as `Layout.plan` takes them; those of latents (B, S, H, L, N, R, V) rank layouts of latent attention
-    among plain ones, in which keys and values are materialised first. options: the rest of its arguments (dtype,
-    causal, window, cu_seqlens). A layout may bring a mesh of its own, as a pair: more of the same ranks over another
-    axis. A layout that cannot be on its mesh stands last, with the reason. Raises `SpecError` where that is all of
-    them, and for what is wrong with the sizes themselves; `TypeError` and `ValueError` for other arguments.
+    among plain ones, in which keys and values are materialised first; those of gated delta nets (B, S, H, K, E, V, W)
+    rank theirs. options: the rest of its arguments (dtype, causal, window, cu_seqlens). A layout may bring a mesh of
+    its own, as a pair: more of the same ranks over another axis. A layout that cannot be on its mesh stands last, with
+    the reason. Raises `SpecError` where that is all of them, and for what is wrong with the sizes themselves;
+    `TypeError` and `ValueError` for other arguments.
     """
     pairs = _pairs(layouts, mesh)
     if not isinstance(costs, Costs):
@@ -208,5 +209,7 @@ def _why(made: Plan) -> str:
     busiest = max(max(found.bytes) for found in made.classes)
     low, high = made.flops
     uneven = f", work {high / low:.2f} to 1" if low and high > low else ", even work" if low else ""
-    volume = f"{made.volume:,.0f} elements a token"
+    # What a shard does to a state has one size, and so have the tokens in front of it.
+    flat = {"summary"} <= {edge for e in made.exchanges for edge in e.edges} <= {"summary", "q", "k", "v"}
+    volume = "whatever S is" if flat else f"{made.volume:,.0f} elements a token"
     return f"{len(made.exchanges)} exchanges, {busiest:,} bytes, {volume}{uneven}"

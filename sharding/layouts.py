@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -24,6 +24,7 @@ from .steps import steps
 if TYPE_CHECKING:
     from .mesh import Mesh
     from .plan import Plan
+    from .stack import Stack
 
 __all__ = ["AROUND", "EDGES", "WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
 
@@ -111,13 +112,21 @@ class Layout:
         """The edges of a part alone, under their bare names: its own, and those of no part."""
         from .rules import of_part
 
-        return Layout(self.name, of_part(self.chains, name), self.overlap, self.exchange)
+        edges = of_part(self.chains, name)
+        needed = "a_log" not in dict(edges)  # else there is a state, and no keys of which some would do
+        return Layout(self.name, edges, self.overlap, self.exchange if needed else "all")
 
     def plan(self, mesh: Mesh, **sizes: Any) -> Plan:
         """What attention in this layout will send, compute and keep: see `sharding.plan`."""
         from .plan import plan
 
         return plan(self, mesh, **sizes)
+
+    def stack(self, mesh: Mesh, layers: Sequence[Mapping[str, int]], **sizes: Any) -> Stack:
+        """What the attention of every layer of a model will send: see `sharding.stack`."""
+        from .stack import stack
+
+        return stack(self, mesh, layers, **sizes)
 
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = []

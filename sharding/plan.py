@@ -21,13 +21,13 @@ from . import documents, html, rules, shards
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh, size_of, text_of
-from .rehearsal import Rank, rehearse
+from .rehearsal import Rank, moves_around, rehearse
 from .schedules import MATERIALISED, schedule_of
 from .show import columns, ranks_text
 from .spec import parse
 from .trace import Event
 
-__all__ = ["Exchange", "Plan", "diff", "plan"]
+__all__ = ["Exchange", "Plan", "diff", "ends_of", "plan", "span"]
 
 RANGES = 8  # of ranks that are listed
 
@@ -82,7 +82,7 @@ class Plan:
     @property
     def flops(self) -> tuple[int, int]:
         """Of the core and of what is projected on the way, forward: the least and the most of any rank."""
-        return _ends(r.flops for r in self.classes)
+        return ends_of(r.flops for r in self.classes)
 
     @property
     def peak(self) -> int:
@@ -102,15 +102,16 @@ class Plan:
         """What a rank sends and receives, forward and backward together."""
         return self.of(rank).bytes
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """The table of exchanges: what carries what, how, and bytes and copies."""
         yield ("", "", "collective", "", "sends", "receives", "copies")
         for name, part in (("forward", self.forward), ("backward", self.backward)):
             for i, e in enumerate(part):
                 over = f"{e.kind} over {'/'.join(e.axes)}"
-                numbers = (_span(e.sends), _span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
+                numbers = (span(e.sends), span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
                 yield (name if i == 0 else "", ", ".join(e.edges), over, _moved(e), *numbers)
 
-        ends = [_span(_ends(r.bytes[i] for r in self.classes)) for i in (0, 1)]
+        ends = [span(ends_of(r.bytes[i] for r in self.classes)) for i in (0, 1)]
         yield ("in all", "", "", "", *ends, "")
 
     def _work(self) -> Iterator[tuple[str, ...]]:
@@ -122,7 +123,7 @@ class Plan:
             found.setdefault(facts, []).extend(r.ranks)
         rows = [(ranks_text(sorted(r)), *row) for row, r in sorted(found.items(), key=lambda item: min(item[1]))]
         if len(rows) > RANGES:  # the first and the last: with a causal mask those with the least and the most to do
-            more = (f"... {len(rows) - RANGES + 1} more", "", "", "", _span(self.flops), f"up to {self.peak:,}")
+            more = (f"... {len(rows) - RANGES + 1} more", "", "", "", span(self.flops), f"up to {self.peak:,}")
             rows = [*rows[: RANGES - 2], more, rows[-1]]
         yield from rows
 
@@ -143,7 +144,7 @@ class Plan:
         ]
 
     def __str__(self) -> str:
-        exchanges, work = list(self._rows()), list(self._work())
+        exchanges, work = list(self.rows()), list(self._work())
         table = [columns(exchanges, [False] * 4 + [True] * 3), [""]] if self.exchanges else []
         rows = columns(work, [False, True, True, True, True, True])
         return "\n".join([self.title, *self.facts, "", *itertools.chain(*table), *rows, "", *self._below()])
@@ -152,7 +153,7 @@ class Plan:
         return str(self)
 
     def _repr_html_(self) -> str:
-        exchanges, work = list(self._rows()), list(self._work())
+        exchanges, work = list(self.rows()), list(self._work())
         return html.figure([
             html.lines([self.title, *self.facts]),
             html.table(exchanges[0], exchanges[1:], [False] * 4 + [True] * 3),
@@ -229,8 +230,9 @@ def plan(
     notes: tuple[str, ...] = ()
     if schedule is MATERIALISED:
         notes = ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
-    if len(edges.get("out", ())) > 1 and "D" not in sizes:
-        notes += (f"not counted: the sum of out, {edges['out'][0]} -> {edges['out'][-1]}, for want of D=",)
+    for name in moves_around(edges) if "D" not in sizes else ():
+        what = "the sum of out" if len(parse(edges[name][0]).partial) else f"the move of {name}"
+        notes += (f"not counted: {what}, {' -> '.join(edges[name])}, for want of D=",)
     specs = [parse(text) for chain in edges.values() for text in chain]
     usual = {} if latent else {"V": sizes["E"], "Y": 1}  # where these are others they are shown
     shown = [n for n in (*schedule.letters, "Y", "D") if n in sizes and usual.get(n) != sizes[n]]
@@ -312,8 +314,8 @@ def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:
                      and e.call.backward == first.call.backward) for r in made]  # fmt: skip
         pairs = tuple(part.split(": ", 1)[1] for part in first.call.text.split("; "))
         found.append(Exchange(
-            first.call.edges, first.kind, first.axes, pairs, _ends(e.sent for e in of_ranks),
-            _ends(e.received for e in of_ranks), (max(e.copies for e in of_ranks), max(e.copies for e in wait)),
+            first.call.edges, first.kind, first.axes, pairs, ends_of(e.sent for e in of_ranks),
+            ends_of(e.received for e in of_ranks), (max(e.copies for e in of_ranks), max(e.copies for e in wait)),
             first.call.backward,
         ))  # fmt: skip
     return tuple(found)
@@ -330,10 +332,12 @@ def _moved(exchange: Exchange) -> str:
     return ", ".join(found)
 
 
-def _ends(values: Any) -> tuple[int, int]:
+def ends_of(values: Any) -> tuple[int, int]:
+    """The least and the most."""
     values = list(values)
     return (min(values), max(values)) if values else (0, 0)
 
 
-def _span(ends: tuple[int, int]) -> str:
+def span(ends: tuple[int, int]) -> str:
+    """The least and the most as one cell of a table."""
     return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"

@@ -215,7 +215,7 @@ def leave(of_ranks: Sequence[Sequence[Leaf]], mesh: Mesh, sizes: Mapping[str, in
     for of_result in zip(*of_ranks, strict=True):
         first, tensors = of_result[0], [leaf.value for leaf in of_result]
         assert first.spec is not None
-        shape, known = _global_shape(first, mesh, sizes, lead)
+        shape, known = _global_shape(first, mesh, {**sizes, **(first.sizes or {})}, lead)
         port = Port(first.spec, shape, known, mesh, True, differentiable(first.value), lead)
         for rank, x in enumerate(tensors):
             if tuple(x.shape) != port.local(rank) or x.dtype != tensors[0].dtype:

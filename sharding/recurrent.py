@@ -4,7 +4,7 @@
     gdn_ulysses    tokens become heads and back; a rank has whole rows of its heads, with their convolutions and gates
 
 Letters: B batch, S tokens, K key heads, G value heads a key head, E and V widths, Y decays of a head, I = 1, W width of
-the convolution.
+the convolution, U = W - 1 tokens of its state, C = 2 E + G V channels a key head, P ranks among which tokens lie.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gdn_ulysses(axis: str = "u", /, *, tp: str | None = None, dp: str | None = N
 
     axis: splits the tokens; value heads follow their key head, and where there are fewer of those than ranks, value
     heads are dealt out and each rank receives the key heads that they need. tp: an axis that already splits heads. dp:
-    one that splits the batch. overlap: see `Layout`.
+    one that splits the batch. overlap: see `Layout`. A cache lies by heads, as they do in the layer.
     """
     batch, tokens, tail = f"B/{dp}" if dp else "B", f"S/{axis}", f"/{axis}"
     heads = f"K/{tp}" if tp else "K"
@@ -52,6 +52,9 @@ def gdn_ulysses(axis: str = "u", /, *, tp: str | None = None, dp: str | None = N
         "dt_bias": cut(f"({heads}@ G Y)"),
         "o": f"{batch} S ({heads}{tail} G) V -> {batch} {tokens} ({heads} G) V",
         "summary": f"P {batch} ({heads}{tail} G) N E",
+        "tail": f"P {batch} ({heads}{tail} C) U",
+        "rows": f"P {batch}",
+        **_cache(batch, heads + tail),
         **_whole(batch, "S"),
     }
     name = f'gdn_ulysses("{axis}"' + _options(tp=tp, dp=dp, overlap=overlap)
@@ -63,7 +66,8 @@ def gdn_scan(*axes: str, tp: str | None = None, dp: str | None = None, overlap: 
     brings that to all, and each begins with the state of those before it. W-1 tokens in front of a shard come from its
     neighbour, or from further where that has fewer.
 
-    axes: those that split the tokens, major to minor, "cp" unless given. tp, dp, overlap: as in `gdn_ulysses`.
+    axes: those that split the tokens, major to minor, "cp" unless given. tp, dp, overlap: as in `gdn_ulysses`. Every
+    rank has a cache whole, and gets that of the whole sequence: the end of the convolution goes with the summary.
     """
     axes = axes or ("cp",)
     batch, tokens = f"B/{dp}" if dp else "B", "S" + "".join(f"/{axis}" for axis in axes)
@@ -81,11 +85,24 @@ def gdn_scan(*axes: str, tp: str | None = None, dp: str | None = None, overlap: 
         "a_log": f"({heads} G)",
         "dt_bias": f"({heads} G Y)",
         "summary": f"{parts} {batch} ({heads} G) N E -> P {batch} ({heads} G) N E",
+        "tail": f"{parts} {batch} ({heads} C) U -> P {batch} ({heads} C) U",
+        "rows": f"{parts} {batch} -> P {batch}",
+        **_cache(batch, heads),
         "o": f"{batch} {tokens} ({heads} G) V",
         **_whole(batch, tokens),
     }
     name = f"gdn_scan({', '.join(map(repr, axes))}".replace("'", '"') + _options(tp=tp, dp=dp, overlap=overlap)
     return Layout(name, found | {f"gdn.{edge}": text for edge, text in own.items()}, overlap)
+
+
+def _cache(batch: str, heads: str) -> dict[str, str]:
+    """A cache, which comes in and goes out with the heads that a rank has."""
+    return {
+        "cache_q": f"{batch} ({heads} E) U",
+        "cache_k": f"{batch} ({heads} E) U",
+        "cache_v": f"{batch} ({heads} G V) U",
+        "cache_state": f"{batch} ({heads} G) V E",
+    }
 
 
 def _whole(batch: str, tokens: str) -> dict[str, str]:

@@ -24,12 +24,13 @@ from .steps import one_step
 from .trace import Event, Trace
 from .wires import LayoutWire
 
-__all__ = ["Rank", "rehearse"]
+__all__ = ["Rank", "moves_around", "rehearse"]
 
 
-def summed(edges: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:
-    """Whether the sum after the last projection is in the plan: where there is one, and the model's width is known."""
-    return len(edges.get("out", ())) > 1 and "D" in sizes
+def moves_around(edges: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What moves as wide as the model is: what comes in, and what goes out behind the last projection. It is in a plan
+    where that width, D, is known."""
+    return [name for name in ("x", "out") if len(edges.get(name, ())) > 1]
 
 
 Needs = tuple[Traffic | None, ...]  # of each group of ranks among which keys are gathered
@@ -81,13 +82,12 @@ def rehearse(
     schedule = schedule_of(layout, mesh.axes)
     recurrent = "W" in schedule.letters
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
-    if not summed(edges, sizes):
-        edges.pop("out", None)
+    around = moves_around(edges) if "D" in sizes else []
     cu = cu or (0, sizes["S"])
     work = _state_work(edges, mesh, sizes) if recurrent else _work_of(edges, mesh, sizes, sight, cu)
     needs = _needs_of(edges, mesh, sizes, layout, schedule, sight, cu)
     alike: dict[object, dict[tuple[Work, Needs], list[int]]] = {}
-    keys = _keys(schedule, edges, mesh.axes, sizes)
+    keys = _keys((*schedule.edges, *around), edges, mesh.axes, sizes)
     for rank in range(mesh.size):
         done, moved = work(rank), needs(rank)
         # How many keys are sent and seen differs from rank to rank, and from two on the same happens to them.
@@ -117,11 +117,11 @@ def rehearse(
 
 
 def _keys(
-    schedule: Schedule, edges: Mapping[str, tuple[str, ...]], axes: Axes, sizes: Mapping[str, int]
+    names: Sequence[str], edges: Mapping[str, tuple[str, ...]], axes: Axes, sizes: Mapping[str, int]
 ) -> list[Callable[[int], object]]:
     """What tells ranks apart in each step of each edge, and in those that stay."""
     found = []
-    for name in (*schedule.edges, *(["out"] if "out" in edges else [])):
+    for name in names:
         chain = edges[name]
         for a, b in itertools.pairwise(chain) if len(chain) > 1 else [chain * 2]:
             text, left = f"{a} -> {b}", parse(a)
@@ -259,10 +259,12 @@ def _run(
     (rows,) = parse(rules.rows(layout["q"][0])).local(sizes, mesh, rank)
     sizes = {**sizes, "B": rows}
     here: dict[str, Tensor] = {}
-    for name in (*schedule.inputs, *schedule.parameters):
+    inputs = ("x",) if "D" in sizes and "x" in moves_around(wire.edges) else schedule.inputs
+    for name in (*inputs, *schedule.parameters):
         shape = parse(wire.edges[name][0]).local(sizes, mesh, rank)
-        here[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-    first = [here[name] for name in schedule.inputs]
+        kind = torch.promote_types(dtype, torch.float32) if name in schedule.wide else dtype
+        here[name] = torch.empty(shape, dtype=kind, device="meta", requires_grad=True)
+    first = [here[name] for name in inputs]
     weights = [here[name] for name in schedule.parameters]
     meter = Meter(lambda: len(trace.events), first, weights)
     with meter:
@@ -286,6 +288,10 @@ def _forward(
     def local(name: str) -> tuple[int, ...]:
         return parse(wire.edges[name][0]).local(sizes, mesh, rank)
 
+    if "x" in here:
+        x = wire.pass_(x=here.pop("x"))
+        here |= {name: _Stage.apply(local(name), x.dtype, x) for name in schedule.inputs}
+        del x
     for step in schedule.steps:
         given = {name: here[name] for name in step.edges if name in here}
         if step.what == "send":
@@ -311,7 +317,7 @@ def _forward(
                 here[name] = _Stage.apply(local(name), dtype, *of)
         given.clear()
     end = here["o"]
-    if summed(wire.edges, sizes):
+    if "D" in sizes and "out" in moves_around(wire.edges):
         end = wire.pass_(out=_Stage.apply(local("out"), end.dtype, end))
     kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
     here.clear()

@@ -44,11 +44,13 @@ _TOKENS = ("g", "u", "cp")
 
 
 class LocalHeads(NamedTuple):
-    """offset, local: of the query heads. kv_index: the local key/value head of each, None where grouping says it."""
+    """offset, local: of the query heads. kv_index: the local key/value head of each, None where grouping says it.
+    groups: how many of those are local."""
 
     offset: int
     local: int
     kv_index: tuple[int, ...] | None
+    groups: int
 
 
 @constant
@@ -100,7 +102,7 @@ def heads(queries: str, keys: str, axes: Axes, rank: int, sizes: Sizes) -> Local
     index = tuple(n - low for n in wanted)
     per = (last - first) // (high - low) if high > low else 0
     plain = per * (high - low) == last - first and index == tuple(n // per for n in range(last - first) if per)
-    return LocalHeads(first, last - first, None if plain else index)
+    return LocalHeads(first, last - first, None if plain else index, high - low)
 
 
 def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[int, int], lead: str) -> bool:

@@ -115,6 +115,7 @@ DELTA = Schedule(
     steps=(Step("receive", _READ), Step("core", ("o",), _READ), Step("pass", ("o",))),
     letters="BSHKEVW",
     widths=(("N", ("V",)),),
+    wide=("a_log", "dt_bias", "summary"),
 )
 
 # The same by tokens: what a shard does to a state goes to all, as E values more.

@@ -43,7 +43,9 @@ def shard(fn: Callable[..., Any], layout: Layout, mesh: Mesh, /, **sizes: int) -
     The result takes what fn takes, as shards: q, k, v, x, tokens as the layout's specs begin, parameters as their own
     specs say of the axes that split heads and features. Whole on every rank: positions, q_positions and k_positions
     `B|1 S` (0 .. S-1, or within documents, unless given), segment_ids `B S`, mask (boolean, `S S` or `B|1 H|1 S S`)
-    and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result.
+    and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result. A
+    cache comes in and goes out as the layer's edges `cache_...` lie; a layer without these takes none. With one, tokens
+    go on from it unless positions are given.
 
     A core is told what a shard cannot know, as far as it takes it: q_positions, k_positions, segment_ids (both sides),
     kv_index, head_offset, local_heads; one that takes no kv_index gets its keys and values repeated instead.
@@ -174,7 +176,8 @@ class Sharded:
             self.layout, at, self.sizes, whole=known.edges, cu=known.cu, ordered=known.ordered, device=device,
             part=self.part,
         )  # fmt: skip
-        local: dict[str, Any] = {"positions": wire.mine(known.positions), "wire": wire}
+        positions = None if known.positions is None else wire.mine(known.positions)
+        local: dict[str, Any] = {"positions": positions, "wire": wire}
         if known.edges["q_segment_ids"] is not None:
             local["segment_ids"] = wire.mine(known.edges["q_segment_ids"])
         for name, used in (("core", True), ("absorbed_core", bool(given.get("absorbed")))):
@@ -196,7 +199,10 @@ class Sharded:
         return self.fn(*bound.args, **bound.kwargs)
 
     def _refuse_own(self, given: Mapping[str, Any]) -> None:
-        for name, why in (("wire", "the layout is the wire"), ("cache", "a cache is not split over ranks")):
+        refused = {"wire": "the layout is the wire"}
+        if not self._leaves:
+            refused["cache"] = "a cache is not split over ranks"
+        for name, why in refused.items():
             if given.get(name) is not None:
                 raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
 
@@ -273,7 +279,7 @@ class Sharded:
         }
         for name, x in named.items():
             if isinstance(x, tree.Tree) and cfg is not None:
-                specs[name] = self.specs(x, cfg)
+                specs[name] = self._of_cache(x, cfg) if name == "cache" else self.specs(x, cfg)
             elif inside and name not in edges and name not in whole.NAMES and _holds_tensors(x):
                 what = f"a {type(x).__name__}" + " without a config" * isinstance(x, tree.Tree)
                 raise SpecError(
@@ -313,8 +319,25 @@ class Sharded:
         )
         return parse(str(Spec(dims, spec.partial)))
 
-    def out_specs(self, result: Any) -> Any:
-        """How the result is split: as the last edge that the function passes itself."""
+    @property
+    def _leaves(self) -> set[str]:
+        """What a cache may have: a leaf each for the edges `cache_...` that the function passes itself."""
+        found = edges_of(self.fn) if self.is_layer else ()
+        return {edge.removeprefix("cache_") for edge in found if edge.startswith("cache_")}
+
+    def _of_cache(self, cache: tree.Tree, cfg: Any) -> Any:
+        """How a cache lies, when it comes in and when it goes out; None, whole, for one that the function refuses."""
+        sizes = tree.sizes_of(cache, cfg)
+        names = {path: path.removeprefix(".") for path in sizes}
+        if {*names.values()} != self._leaves:
+            return None
+        chains = rules.of_part(self.layout.chains, self.part)
+        found = dict(rules.resolve(self.layout.name, chains, self.mesh.axes, (cfg.sizes["H"], cfg.sizes["K"])))
+        new = {path: Sized(parse(found[f"cache_{name}"][0]), sizes[path]) for path, name in names.items()}
+        return tree.replace(cache, new)
+
+    def out_specs(self, result: Any, cache: Any = None) -> Any:
+        """How the result is split: as the last edge that the function passes itself; a cache as it came in."""
         own = [edge for edge in self.declared if "." not in edge] or list(self.declared)
         text = self.chains[joining.rule_of(self.chains, own[-1]) or ""][-1]
 
@@ -325,6 +348,8 @@ class Sharded:
         def of(x: Any, spec: str) -> Any:
             if isinstance(x, Tensor):
                 return spec
+            if isinstance(x, tree.Tree):
+                return cache
             if hasattr(x, "_fields"):
                 return type(x)(*(of(each, tokens) for each in x))
             return tuple(of(each, spec) for each in x) if isinstance(x, tuple) else None

@@ -8,6 +8,7 @@ of the body's vector-Jacobian product, and so on to any order.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -118,7 +119,8 @@ def _sharded(fn: Sharded, mesh: Mesh, **options: Any) -> Callable[..., Any]:
 
         body.argument_names = [*list(named)[:count], *names]  # type: ignore[attr-defined]
         known: dict[str, Any] = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"}
-        return simulate(body, mesh, order, fn.out_specs, **options, **known)(*args, *kwargs.values())
+        leaving = functools.partial(fn.out_specs, cache=specs.get("cache"))
+        return simulate(body, mesh, order, leaving, **options, **known)(*args, *kwargs.values())
 
     return simulated
 

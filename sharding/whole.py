@@ -19,12 +19,13 @@ NAMES = ("positions", "q_positions", "k_positions", "segment_ids", "cu_seqlens",
 
 class Whole(NamedTuple):
     """edges: the global value of each edge. cu: boundaries of documents, if they were given. ordered: whether
-    positions ascend with tokens within a document. positions: `B|1 S`; given: whether the caller said them."""
+    positions ascend with tokens within a document. positions: `B|1 S`, None where a cache alone knows them; given:
+    whether the caller said them."""
 
     edges: Mapping[str, Tensor | None]
     cu: tuple[int, ...] | None
     ordered: bool
-    positions: Tensor
+    positions: Tensor | None
     given: bool
 
 
@@ -58,14 +59,16 @@ def take(arguments: dict[str, Any], layout: Layout, tokens: int, rows: int, devi
         if x is not None:
             _fits(name, x, (rows, tokens), tokens, device)
     mask = _mask(found.get("mask"), tokens, rows, device)
+    # Behind a cache tokens go on, and only it knows from where.
+    known = given or arguments.get("cache") is None
     edges = {
-        "q_positions": positions[0],
-        "k_positions": positions[1],
+        "q_positions": positions[0] if known else None,
+        "k_positions": positions[1] if known else None,
         "q_segment_ids": q_ids,
         "k_segment_ids": k_ids,
         "mask": mask,
     }
-    return Whole(edges, cu, ordered, positions[0], given)
+    return Whole(edges, cu, ordered, edges["q_positions"], given)
 
 
 def _positions(

@@ -91,7 +91,7 @@ class LayoutWire:
         queries, keys = (chain[0 if sent else -1] for chain in chains)
         found = rules.heads(queries, keys, self.axes, self.rank, sizes)
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
-        return Heads(found.offset, found.local, index)
+        return Heads(found.offset, found.local, index, found.groups)
 
     def place(self, name: str) -> int:
         return place_of(self.axes, rules.split_over(self._chain(name)[0]), self.rank)

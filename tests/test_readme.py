@@ -69,7 +69,13 @@ def test_the_error_is_as_shown():
 
 
 def test_what_snippets_print_is_shown(capsys):
-    for word in ("sh.reshard(x.sin()", "layout.plan(", "print(F.balance_loss(", "F.GDNConfig("):
+    for word in (
+        "sh.reshard(x.sin()",
+        "layout.plan(",
+        "layout.stack(",
+        "print(F.balance_loss(",
+        "empty = F.empty_caches([gdn]",
+    ):
         code = snippet(word)
         exec(code, {})
         printed = capsys.readouterr().out
@@ -91,6 +97,21 @@ def test_layouts_of_latent_attention(capsys):
     params, x = F.MLA.init(cfg, seed=0, dtype=torch.float64), torch.randn(2, 96, 64, dtype=torch.float64)
     y, _ = sh.simulate(found["layer"], found["mesh"])(params, x, cfg)
     torch.testing.assert_close(y, F.mla(params, x, cfg, positions=torch.arange(96)[None])[0], rtol=1e-12, atol=1e-12)
+
+
+def test_layouts_of_hybrid_models(capsys):
+    runpy.run_path(str(Path(__file__).parent.parent / "examples/hybrid_layouts.py"))
+    lines = capsys.readouterr().out.splitlines()
+    table = "\n".join(line for line in lines if line.startswith("|"))
+    assert table.count("gdn_scan") == 6
+    assert f"\n\n{table}\n\n" in README
+
+    found = {"F": F, "sh": sh}
+    exec(snippet("layout.stack("), found)
+    cfg, ids = found["cfg"], torch.randint(0, 50, (2, 96))
+    params = F.Decoder.init(cfg, seed=0, dtype=torch.float64)
+    loss, _ = sh.simulate(found["loss"], found["mesh"])(params, ids, cfg, ids)
+    torch.testing.assert_close(loss, F.next_token_loss(params, ids, cfg, ids)[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("drawn", [True, False])

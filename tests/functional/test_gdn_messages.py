@@ -42,7 +42,7 @@ gdn(cache=...): a GDNCache is needed, not KVCache, of another kind of layer
 gdn(cache_q=...): U is 3 in the config but 4 in cache_q
     cache_q: B (K E) U = 2 12 4
                               ^
-    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2""",
+    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2 H=4""",
     )
     assert_expected_inline(
         refused(cache=zeros(config(E=7))),
@@ -51,16 +51,16 @@ gdn(cache_q=...): (K E) is 12 in q_conv but 14 in cache_q
     q_conv : (K E) I W = 12 1 4
     cache_q: B (K E) U = 2 14 3
                            ^^
-    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2""",
+    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2 H=4""",
     )
     assert_expected_inline(
         refused(cache=zeros(config(G=3))),
         """\
-gdn(cache_v=...): (K G V) is 20 in q_conv but 30 in cache_v
-    q_conv : (K E) I W = 12 1 4
-    cache_v: B (K G V) U = 2 30 3
-                             ^^
-    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2""",
+gdn(cache_v=...): (H V) is 20 in v_conv but 30 in cache_v
+    v_conv : (H V) I W = 20 1 4
+    cache_v: B (H V) U = 2 30 3
+                           ^^
+    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2 H=4""",
     )
     assert_expected_inline(
         refused(cache=zeros(CFG, 3)),
@@ -69,7 +69,7 @@ gdn(cache_q=...): B is 2 in x but 3 in cache_q
     x      : B S D = 2 9 11
     cache_q: B (K E) U = 3 12 3
                          ^
-    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2""",
+    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2 H=4""",
     )
     assert_expected_inline(
         refused(cache=zeros(CFG, dtype=torch.float32)),
@@ -95,11 +95,11 @@ gdn(cache=...): its state is key-major, H E V = 4 6 5, and value-major is needed
     assert_expected_inline(
         refused(cache=rows),
         """\
-gdn(cache_v=...): (K G V) is 20 in q_conv but 3 in cache_v
-    q_conv : (K E) I W = 12 1 4
-    cache_v: B (K G V) U = 2 3 20
-                             ^
-    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2""",
+gdn(cache_v=...): (H V) is 20 in v_conv but 3 in cache_v
+    v_conv : (H V) I W = 20 1 4
+    cache_v: B (H V) U = 2 3 20
+                           ^
+    so far: D=11 G=2 E=6 V=5 W=4 U=3 Y=1 M=32 J=4 I=1 B=2 S=9 K=2 H=4""",
     )
 
 

@@ -145,11 +145,13 @@ def test_a_gated_delta_net_passes_its_edges_in_a_decoder():
         wired, _ = F.decoder(params, tokens, cfg, **given, wire=Counting(log))
         assert torch.equal(plain, wired)
         declared = edges_of(F.decoder)
-        others = (".moe.", ".attention.", ".mla.", ".summary")  # a sequence that is whole needs no summary
-        assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in others)}
+        parts = (".moe.", ".attention.", ".mla.", ".summary", ".tail", ".rows")  # the last three are of several ranks
+        assert {name for _, name, _ in log} == {name for name in declared if not any(part in name for part in parts)}
         sizes = {**gdn.sizes, "B": 2, "S": 5, "T": 5, "F": 9, "Z": 97}
-        whole = {f"layers.gdn.{side}_{what}" for side in "qk" for what in ("positions", "segment_ids")}
-        assert {name for _, name, shape in log if shape is None} == (set() if given else whole)
+        assert {name for _, name, shape in log if shape is None} == (
+            {f"layers.gdn.cache_{leaf}" for leaf in ("q", "k", "v", "state")}
+            | (set() if given else {f"layers.gdn.{side}_{of}" for side in "qk" for of in ("positions", "segment_ids")})
+        )
         for _, name, shape in log:
             if shape is not None:
                 assert F.shapes.shape_of(declared[name], sizes) == shape
@@ -258,7 +260,7 @@ def test_kv_index_and_heads_reach_the_core():
     told: dict[str, Any] = {}
 
     class Dealt(Counting):
-        def heads(self, *, sent: bool = False) -> Heads:
+        def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
             return Heads(offset=2, local=4, kv_index=torch.tensor([1, 1, 0, 0]))
 
     def core(q, k, v, **given):

@@ -113,6 +113,7 @@ def test_layers_of_both_kinds(layout, axes):
     compare(layout, axes, *model((HEADS, MLP), (LATENT, MLP)))
 
 
+OWN = "q_conv, k_conv, v_conv, a_log, dt_bias, cache_q, cache_k, cache_v, cache_state, summary, tail, rows"
 ONE_KIND = [
     (
         sh.mla_latent(), (LATENT, HEADS), "layers[1].attention",
@@ -121,12 +122,11 @@ ONE_KIND = [
     (sh.ulysses(), (HEADS, LATENT), "layers[1].attention",
      'is of class MLA, and ulysses("u") has no rule for its kv_latent, key_rope, kv_b, kv'),
     (sh.ulysses(), (HEADS, DELTA), "layers[1].attention",
-     'is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary'),
+     f'is of class GDN, and ulysses("u") has no rule for its b, a, {OWN}'),
     (sh.mla_latent(), (DELTA, LATENT), "layers[0].attention",
-     'is of class GDN, and mla_latent("u") has no rule for its k, v, b, a, q_conv, k_conv, v_conv, a_log, dt_bias, '
-     "summary"),
+     f'is of class GDN, and mla_latent("u") has no rule for its k, v, b, a, {OWN}'),
     (both(sh.hybrid(), sh.mla_latent("u", "g")), (HEADS, LATENT, DELTA), "layers[2].attention",
-     "is of class GDN, and both kinds has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary"),
+     f"is of class GDN, and both kinds has no rule for its b, a, {OWN}"),
 ]  # fmt: skip
 
 
