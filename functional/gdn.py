@@ -47,7 +47,14 @@ class Projected(NamedTuple):
     a: Tensor
 
 
+# Of several ranks, each with some of the tokens, and of a cache; a layout that knows neither leaves them out.
+OPTIONAL = ("summary", "tail", "rows", "cache_q", "cache_k", "cache_v", "cache_state")
+
+
 @edges(
+    None,
+    None,
+    OPTIONAL,
     x="B S D",
     q="B S K E",
     k="B S K E",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from .norm import linear
 
-__all__ = ["Heads", "Identity", "Wire", "choices_of", "edges", "edges_of", "identity"]
+__all__ = ["Heads", "Identity", "Wire", "choices_of", "edges", "edges_of", "identity", "optional_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,25 +121,37 @@ identity = Identity()
 
 
 def edges(
-    parts: Mapping[str, Callable[..., Any]] | None = None, either: Mapping[str, type] | None = None, /, **specs: str
+    parts: Mapping[str, Callable[..., Any]] | None = None,
+    either: Mapping[str, type] | None = None,
+    optional: Iterable[str] = (),
+    /,
+    **specs: str,
 ) -> Callable[[F], F]:
     """Declare the edges of a layer: `name="B S (K G) E"`, in letters, sizes global.
 
     parts: the functions it calls through `wire.scope(name)`, by that name; their edges follow as `name.edge`.
     either: parts that stand for each other, with the class of parameters by which a layer has one or the other. A
     layout need serve one of them alone; it then refuses parameters of the others.
+    optional: edges that a layout may leave out: what they bring is then not passed.
     """
-    declared = dict(specs)
+    declared, without = dict(specs), list(optional)
     choices = [dict(either)] if either else []
     for part, fn in (parts or {}).items():
         declared |= {f"{part}.{edge}": spec for edge, spec in edges_of(fn).items()}
         choices += [{f"{part}.{name}": kind for name, kind in choice.items()} for choice in choices_of(fn)]
+        without += [f"{part}.{edge}" for edge in optional_of(fn)]
 
     def wrap(fn: F) -> F:
-        fn.edges, fn.choices = declared, tuple(choices)  # type: ignore[attr-defined]
+        fn.edges, fn.choices, fn.optional = declared, tuple(choices), tuple(without)  # type: ignore[attr-defined]
         return fn
 
     return wrap
+
+
+def optional_of(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The edges that a layout may leave out."""
+    found: tuple[str, ...] = getattr(fn, "optional", ())
+    return found
 
 
 def choices_of(fn: Callable[..., Any]) -> tuple[Mapping[str, type], ...]:

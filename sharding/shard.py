@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..functional import tree
-from ..functional.wire import choices_of, edges_of
+from ..functional.wire import choices_of, edges_of, optional_of
 from . import cores, joining, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
@@ -84,6 +84,11 @@ class Sharded:
         self.part = name if any(edge.startswith(f"{name}.") for edge in self.chains) else ""
         if self.part:
             self.declared = {f"{name}.{edge}": letters for edge, letters in self.declared.items()}
+        left_out = {f"{name}.{edge}" if self.part else edge for edge in optional_of(fn)}
+        self.declared = {
+            edge: letters for edge, letters in self.declared.items()
+            if edge not in left_out or joining.rule_of(self.chains, edge) is not None
+        }  # fmt: skip
         self._join()
 
     def _join(self) -> None:
@@ -322,7 +327,7 @@ class Sharded:
     @property
     def _leaves(self) -> set[str]:
         """What a cache may have: a leaf each for the edges `cache_...` that the function passes itself."""
-        found = edges_of(self.fn) if self.is_layer else ()
+        found = [edge.rsplit(".", 1)[-1] for edge in self.declared] if self.is_layer and not choices_of(self.fn) else []
         return {edge.removeprefix("cache_") for edge in found if edge.startswith("cache_")}
 
     def _of_cache(self, cache: tree.Tree, cfg: Any) -> Any:

@@ -161,6 +161,8 @@ class LayoutWire:
         return name in self.layout.keys and f"{self.part}.{name}" not in dict(self.layout.chains)
 
     def _edge(self, name: str, x: Tensor | None) -> _Edge:
+        if x is None and name not in self.edges:  # an optional one, of which there is nothing
+            return _Edge(name, None, ())
         chain = self._chain(name)
         if name in WHOLE:
             if x is not None and self.whole.get(name) is None:

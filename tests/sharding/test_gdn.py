@@ -16,7 +16,7 @@ PARAMETERS = {name: f"{dims} -> {dims.replace('K', 'K/u')}" for name, dims in {
 }.items()}  # fmt: skip
 LAYOUT = sh.Layout("tokens to heads", {
     **BY_HEADS, **PARAMETERS, "x": "B S/u D", "out": "B S/u D", "o": "B S (K/u G) V -> B S/u (K G) V",
-    "q_positions": "B S/u -> B S", "q_segment_ids": "B S/u -> B S",
+    "q_positions": "B S/u -> B S", "q_segment_ids": "B S/u -> B S", "k_positions": "B T", "k_segment_ids": "B T",
 })  # fmt: skip
 SIZES = {"hidden_size": 7, "key_head_dim": 3, "value_head_dim": 4}
 CONFIGS = {

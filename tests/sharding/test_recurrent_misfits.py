@@ -158,13 +158,6 @@ def test_arguments_that_a_layer_has_no_place_for():
         refused(sh.gdn_scan(), {"cp": 2}, mask=torch.ones(8, 8, dtype=torch.bool)),
         """gdn(mask=...) under a layout: it passes no edge mask that would bring it""",
     )
-    (cache,) = F.empty_caches([CFG], 2, 1, dtype=torch.float64)
-    assert_expected_inline(
-        refused(sh.gdn_scan(), {"cp": 2}, cache=cache),
-        """\
-gdn(cache=...) under a layout: a cache is not split over ranks
-    fix: without it""",
-    )
     both = sh.beside(sh.ulysses(), sh.gdn_scan("u"))
     assert_expected_inline(
         refused_model(both, {"u": 2}, DELTA, PLAIN, mask=torch.ones(8, 8, dtype=torch.bool)),
@@ -185,7 +178,7 @@ def test_layouts_of_one_kind_for_a_model_of_both():
     assert_expected_inline(
         refused_model(sh.ulysses(), {"u": 2}, DELTA, PLAIN),
         """\
-decoder(params=...): layers[0].attention is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary
+decoder(params=...): layers[0].attention is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias
     fix: a layout with rules for every kind of layer that there is""",
     )
     assert_expected_inline(
@@ -203,7 +196,7 @@ gdn_scan("u") has no rule for q, k, v, q_positions, k_positions, q_segment_ids, 
     assert_expected_inline(
         made(lambda: sh.shard(F.gdn, sh.ulysses(), sh.Mesh(u=2), S=8)),
         """\
-ulysses("u") has no rule for b, a, q_conv, k_conv, v_conv, a_log, dt_bias, summary, which gdn passes
+ulysses("u") has no rule for b, a, q_conv, k_conv, v_conv, a_log, dt_bias, which gdn passes
     fix: Layout("...", {..., "b": "its spec"})""",
     )
     assert_expected_inline(

@@ -140,8 +140,8 @@ gdn_ulysses("u", tp="tp")
   gdn.a_log    (K/tp G) -> (K/tp/u G)                a slice
   gdn.dt_bias  (K/tp G Y) -> (K/tp/u G Y)            a slice
   gdn.o        B S (K/tp/u G) V -> B S/u (K/tp G) V  all-to-all over u
-  h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.summary: stay as they
-  come
+  h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.summary, gdn.tail,
+  gdn.rows, gdn.cache_q, gdn.cache_k, gdn.cache_v, gdn.cache_state: stay as they come
   gdn.q_positions, gdn.q_segment_ids, gdn.k_positions, gdn.k_segment_ids: whole on every rank
 gdn_scan("g", "u")
   x                  B S/g/u D                           stays
@@ -149,10 +149,13 @@ gdn_scan("g", "u")
   gdn.k              B S/g/u K E -> B S K E              W-1 tokens in front, all-to-all over g/u
   gdn.v              B S/g/u (K G) V -> B S (K G) V      W-1 tokens in front, all-to-all over g/u
   gdn.summary        P/g/u B (K G) N E -> P B (K G) N E  all-gather over g/u
+  gdn.tail           P/g/u B (K C) U -> P B (K C) U      all-gather over g/u
+  gdn.rows           P/g/u B -> P B                      all-gather over g/u
   gdn.q_positions    B S -> B S/g/u                      whole on every rank, then a slice
   gdn.q_segment_ids  B S -> B S/g/u                      whole on every rank, then a slice
   out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.b, gdn.a,
-  gdn.q_conv, gdn.k_conv, gdn.v_conv, gdn.a_log, gdn.dt_bias, gdn.o: stay as they come
+  gdn.q_conv, gdn.k_conv, gdn.v_conv, gdn.a_log, gdn.dt_bias, gdn.cache_q, gdn.cache_k, gdn.cache_v,
+  gdn.cache_state, gdn.o: stay as they come
   gdn.k_positions, gdn.k_segment_ids: whole on every rank""",
     )
 
