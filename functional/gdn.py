@@ -16,6 +16,7 @@ and L ranks of `a` and `z`, M and J rows of `qkvz` and `ba` for a key head, I = 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from .cache import GDNCache
 from .core import wide
 from .delta import gdn_gates
 from .gdn_config import GDN, GDNConfig
-from .norm import gated_rms_norm, linear, norm_in_front, norm_linear
+from .norm import apply_norm, gated_rms_norm, linear, norm_in_front, norm_linear
 from .recurrence import gated_delta_rule, short_conv
 from .rows import tokens_of, zero_absent
 from .shapes import ShapeError, check_shapes
@@ -111,14 +112,15 @@ def gdn(
     if positions is not None:
         positions = positions.expand(x.shape[:2])
     x_BSD = wire.pass_(x=zero_absent(x, tokens_of(x.shape[1], None, positions)))
-    q, k, v, z, b, a = gdn_project(params, x_BSD, cfg)
-    q_BTKE, k_BTKE, v_BTHV, b_BSH, a_BSHY, q_conv, k_conv, v_conv, a_log, dt_bias, *whole = wire.receive(
-        q=q, k=k, v=v, b=b, a=a, q_conv=params.q_conv, k_conv=params.k_conv, v_conv=params.v_conv,
-        a_log=params.a_log, dt_bias=params.dt_bias, q_positions=positions, k_positions=positions,
-        q_segment_ids=segment_ids, k_segment_ids=segment_ids,
-        cache_q=states[0], cache_k=states[1], cache_v=states[2], cache_state=states[3],
+    q, k, v, z, b, a = _project(params, x_BSD, cfg, gated=not wire.moves)
+    sent = wire.send(q=q, k=k, v=v, b=b, a=a)
+    z = _gate(params, x_BSD, cfg) if z is None else z  # while they fly
+    q_conv, k_conv, v_conv, a_log, dt_bias, positions, t_positions, ids, t_ids, *received = wire.receive(
+        sent, q_conv=params.q_conv, k_conv=params.k_conv, v_conv=params.v_conv, a_log=params.a_log,
+        dt_bias=params.dt_bias, q_positions=positions, k_positions=positions, q_segment_ids=segment_ids,
+        k_segment_ids=segment_ids, cache_q=states[0], cache_k=states[1], cache_v=states[2], cache_state=states[3],
     )  # fmt: skip
-    positions, t_positions, ids, t_ids, *states = whole
+    states, (q_BTKE, k_BTKE, v_BTHV, b_BSH, a_BSHY) = received[:4], received[4:]
     before = None if cache is None else GDNCache(q=states[0], k=states[1], v=states[2], state=states[3])
     told: dict[str, Any] = {"activation": cfg.hidden_act, "positions": t_positions, "segment_ids": t_ids}
     front = v_BTHV.shape[1] - b_BSH.shape[1]  # tokens in front of this rank's own
@@ -147,8 +149,9 @@ def gdn(
         begins = None if t_ids is None or front <= 0 else t_ids[:, front - 1] != t_ids[:, front]
         ends = (q_state, k_state, v_state)
         o_BSHV, cache = _across(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, positions, ids, begins, before, ends, wire)
-    o_BSHV = wire.pass_(o=o_BSHV)
-    return gdn_output(params, o_BSHV, z, cfg, wire=wire), cache
+    o_sent, project_out = wire.send(o=o_BSHV), wire.projection(params.o)
+    (o_BSHV,) = wire.receive(o_sent)
+    return _out(params, project_out, o_BSHV, z, cfg, wire), cache
 
 
 def _across(
@@ -297,6 +300,15 @@ def _check_cache(params: GDN, x: Tensor, cfg: GDNConfig, cache: GDNCache, local:
 
 def gdn_project(params: GDN, x: Tensor, cfg: GDNConfig) -> Projected:
     """x `B S D` -> what the heads are made of: the norm in front, and every projection; heads as the weights have."""
+    q, k, v, z, b, a = _project(params, x, cfg)
+    assert z is not None
+    return Projected(q, k, v, z, b, a)
+
+
+def _project(
+    params: GDN, x: Tensor, cfg: GDNConfig, *, gated: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """As `gdn_project`; z only if it is wanted now, or comes with the others."""
     norm_weight, options = norm_in_front(params.norm, cfg.norm)
     E, V, Y = cfg.key_head_dim, cfg.value_head_dim, cfg.sizes["Y"]
     if params.qkvz is not None and params.ba is not None:
@@ -305,21 +317,38 @@ def gdn_project(params: GDN, x: Tensor, cfg: GDNConfig) -> Projected:
         q, k, v, z = qkvz.unflatten(-1, (-1, cfg.sizes["M"])).split((E, E, G * V, G * V), -1)
         b, a = ba.unflatten(-1, (-1, cfg.sizes["J"])).split((G, G), -1)
         v, z = (each.unflatten(-1, (G, V)).flatten(2, 3) for each in (v, z))
-        return Projected(q, k, v, z, b.flatten(2), a.flatten(2)[..., None])
-    names = ("q", "k", "v", "b", "z" if params.z_down is None else "z_down", "a" if params.a_down is None else "a_down")
+        return q, k, v, z, b.flatten(2), a.flatten(2)[..., None]
+    names = ["q", "k", "v", "b", "a" if params.a_down is None else "a_down"]
+    names += ["z" if params.z_down is None else "z_down"] * gated
     weights = [getattr(params, name) for name in names]
-    q, k, v, b, z, a = norm_linear(x, norm_weight, weights, [None] * len(weights), **options)
-    z = z if params.z_up is None else linear(z, params.z_up)
+    q, k, v, b, a, *gate = norm_linear(x, norm_weight, weights, [None] * len(weights), **options)
     a = a if params.a_up is None else linear(a, params.a_up)
-    q, k, v, z, a = (t.unflatten(-1, (-1, width)) for t, width in ((q, E), (k, E), (v, V), (z, V), (a, Y)))
-    return Projected(q, k, v, z, b, a)
+    q, k, v, a = (t.unflatten(-1, (-1, width)) for t, width in ((q, E), (k, E), (v, V), (a, Y)))
+    return q, k, v, _raised(params, gate[0], cfg) if gate else None, b, a
+
+
+def _gate(params: GDN, x: Tensor, cfg: GDNConfig) -> Tensor:
+    """z alone, `B S H V`."""
+    weight = params.z if params.z_down is None else params.z_down
+    assert weight is not None  # check_presence has seen that one of them is there
+    return _raised(params, linear(apply_norm(x, params.norm, cfg.norm), weight), cfg)
+
+
+def _raised(params: GDN, z: Tensor, cfg: GDNConfig) -> Tensor:
+    z = z if params.z_up is None else linear(z, params.z_up)
+    by_head: Tensor = z.unflatten(-1, (-1, cfg.value_head_dim))
+    return by_head
 
 
 def gdn_output(params: GDN, o: Tensor, z: Tensor, cfg: GDNConfig, *, wire: Wire = identity) -> Tensor:
     """o and z `B S H V` -> out `B S D`: the gated norm of each head, and the last projection."""
+    return _out(params, wire.projection(params.o), o, z, cfg, wire)
+
+
+def _out(params: GDN, project: Callable[[Tensor], Tensor], o: Tensor, z: Tensor, cfg: GDNConfig, wire: Wire) -> Tensor:
     norm = cfg.gated_norm
     o_BSHV = gated_rms_norm(
         o, params.o_norm, z, eps=norm.eps, activation=cfg.gate_act, scale_in_fp32=norm.scale_in_fp32
     )
-    out_BSD = linear(o_BSHV.flatten(2), params.o)
+    out_BSD = project(o_BSHV.flatten(2))
     return wire.pass_(out=out_BSD)

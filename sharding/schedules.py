@@ -106,13 +106,14 @@ MATERIALISED = ATTENTION._replace(letters=LATENT.letters, widths=LATENT.widths)
 
 
 _OWN = ("q_conv", "k_conv", "v_conv", "a_log", "dt_bias")
-_READ = ("q", "k", "v", "b", "a", *_OWN)
+_SENT = ("q", "k", "v", "b", "a")
+_READ = (*_SENT, *_OWN)
 
 # A gated delta net by heads. N: values that a head's state has.
 DELTA = Schedule(
     inputs=("q", "k", "v", "b", "a"),
     parameters=_OWN,
-    steps=(Step("receive", _READ), Step("core", ("o",), _READ), Step("pass", ("o",))),
+    steps=(Step("send", _SENT), Step("receive", _OWN, _SENT), Step("core", ("o",), _READ), Step("pass", ("o",))),
     letters="BSHKEVW",
     widths=(("N", ("V",)),),
     wide=("a_log", "dt_bias", "summary"),
@@ -121,7 +122,8 @@ DELTA = Schedule(
 # The same by tokens: what a shard does to a state goes to all, as E values more.
 DELTA_SCAN = DELTA._replace(
     steps=(
-        Step("receive", _READ),
+        Step("send", _SENT),
+        Step("receive", _OWN, _SENT),
         Step("core", ("summary",), _READ),
         Step("pass", ("summary",)),
         Step("core", ("o",), (*_READ, "summary")),

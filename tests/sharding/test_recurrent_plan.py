@@ -55,8 +55,8 @@ backward  o              all-to-all over u  S/u -> S, H -> H/u                18
 in all                                                                      116,000 to 117,600  116,000 to 117,600
 
 ranks  tokens  convolved        heads    flops  peak bytes
-0          97         97  2 reading 1  595,968     202,576
-1..3       97         97  2 reading 1  595,968     198,736
+0          97         97  2 reading 1  595,968     204,928
+1..3       97         97  2 reading 1  595,968     201,088
 
 order, forward: launch q,k,v,b,a (u) > wait q,k,v,b,a (u) > core > launch o (u) > wait o (u)
 order, backward: launch o (u) > wait o (u) > core > launch q,k,v,b,a (u) > wait q,k,v,b,a (u)
