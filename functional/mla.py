@@ -113,6 +113,7 @@ def mla(
     be called again under recomputation.
     restore: False returns, instead, what the core gave (`B S H V`, of this rank's heads where a layout splits them) and
     a function without arguments that ends the layer; what is computed in between hides the way back over ranks.
+    With `simulate` this stands in a body, `layer(..., mesh=mesh, restore=False)`, which returns the end of the layer.
     Raises `ShapeError`, `TypeError` and `ValueError` naming the argument, `TreeError` where params and config ask for
     different parts, before any work.
     """
