@@ -101,7 +101,8 @@ def gdn(
     v_BSHV, v_state = short_conv(v_BSHV, v_conv, states[2], activation=cfg.hidden_act, **told)
     if not cfg.channel_decay:
         a_BSHY = a_BSHY[..., 0]
-    g, beta_BSH = gdn_gates(a_BSHY, b_BSH, a_log, dt_bias.view(a_BSHY.shape[2:]))
+    bias = dt_bias.view(a_BSHY.shape[2:])
+    g, beta_BSH = gdn_gates(a_BSHY, b_BSH, a_log, bias)
     if cfg.allow_neg_eigval:
         beta_BSH = 2 * beta_BSH
     o_BSHV, state = gated_delta_rule(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, states[3], **told)

@@ -173,7 +173,8 @@ def mla(
     elif not early:
         if cache is not None:  # what lies in an empty slot may have no part in the gradient of kv_b either
             kv_latent = kv_latent.masked_fill((k_positions < 0)[..., None], 0)
-        kv_BTHNV = _by_head(expand(kv_latent), cfg)
+        kv = expand(kv_latent)
+        kv_BTHNV = _by_head(kv, cfg)
         kv_BTHNV, q_BSHE, q_positions, q_ids, mask = wire.receive(q_sent, kv=kv_BTHNV)
     heads = wire.heads()
     told: dict[str, Any] = {
