@@ -192,7 +192,12 @@ def empty_caches(
     slots: as many as the longest row has tokens; a layer with a smaller window gets a ring of `window` slots. A
     sequence says the slots of each layer.
     """
-
+    if hasattr(cfgs, "cache_class") or hasattr(cfgs, "layers"):
+        fix = "[cfg]" if hasattr(cfgs, "cache_class") else "[layer.attention for layer in cfg.layers]"
+        raise TypeError(
+            f"empty_caches(cfgs=...): one config a layer is needed, in a sequence, not {type(cfgs).__name__}\n"
+            f"    fix: {fix}"
+        )
     kinds = list(cfgs)
     if any(not hasattr(each, "cache_class") for each in kinds):
         raise TypeError(

@@ -11,6 +11,7 @@ flash-linear-attention.
 
 - The state is `B H V E`, value-major (there `state_v_first`), in fp32, in fp64 for inputs in fp64.
 - g is a logarithm, at most 0: the factor of a step is exp(g).
+- q and k are taken as they are (there `use_qk_l2norm_in_kernel=False`): `l2norm` them before.
 - beta and g are fp32 at least in every path, whatever the dtype of the values.
 
 Letters: B batch, S tokens, K key heads, H = K G value heads (value head h reads key head h // G), E key width, V value

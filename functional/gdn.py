@@ -138,7 +138,8 @@ def gdn(
         q_BSKE, k_BSKE, v_BSHV = (t[:, front:] for t in (q_BSKE, k_BSKE, v_BSHV))
     if not cfg.channel_decay:
         a_BSHY = a_BSHY[..., 0]
-    g, beta_BSH = gdn_gates(a_BSHY, b_BSH, a_log, dt_bias.view(a_BSHY.shape[2:]))
+    bias = dt_bias.view(a_BSHY.shape[2:])
+    g, beta_BSH = gdn_gates(a_BSHY, b_BSH, a_log, bias)
     if cfg.allow_neg_eigval:
         beta_BSH = 2 * beta_BSH
     if wire.stays("summary"):

@@ -113,6 +113,7 @@ def mla(
     be called again under recomputation.
     restore: False returns, instead, what the core gave (`B S H V`, of this rank's heads where a layout splits them) and
     a function without arguments that ends the layer; what is computed in between hides the way back over ranks.
+    With `simulate` this stands in a body, `layer(..., mesh=mesh, restore=False)`, which returns the end of the layer.
     Raises `ShapeError`, `TypeError` and `ValueError` naming the argument, `TreeError` where params and config ask for
     different parts, before any work.
     """
@@ -172,7 +173,8 @@ def mla(
     elif not early:
         if cache is not None:  # what lies in an empty slot may have no part in the gradient of kv_b either
             kv_latent = kv_latent.masked_fill((k_positions < 0)[..., None], 0)
-        kv_BTHNV = _by_head(expand(kv_latent), cfg)
+        kv = expand(kv_latent)
+        kv_BTHNV = _by_head(kv, cfg)
         kv_BTHNV, q_BSHE, q_positions, q_ids, mask = wire.receive(q_sent, kv=kv_BTHNV)
     heads = wire.heads()
     told: dict[str, Any] = {

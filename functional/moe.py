@@ -194,7 +194,8 @@ def moe(
     if params.shared is not None and cfg.shared is not None:
         shared_BSD = mlp(params.shared, h_BSD, cfg.shared, wire=wire.scope("shared"))
         if params.shared_gate is not None:
-            shared_BSD = shared_BSD * linear(h_BSD, params.shared_gate).sigmoid()
+            gate_BSI = linear(h_BSD, params.shared_gate)
+            shared_BSD = shared_BSD * gate_BSI.sigmoid()
         out_BSD = out_BSD + shared_BSD
     out_BSD = apply_norm(out_BSD, params.post_norm, cfg.post_norm)
     return (out_BSD, routing) if return_routing else out_BSD

@@ -8,6 +8,8 @@ ProcessGroup        the same body on processes, gloo or NCCL
 trace               what moved
 
 ulysses, all_gather, hybrid, Layout   where the edges of a layer lie and move; layout.plan(...) says what that takes
+mla_latent, mla_packed, mla_gather    the same for latent attention
+gdn_ulysses, gdn_scan                 the same for gated delta nets, by heads and by tokens
 beside                                one layout for a model of two kinds of layer; layout.stack(...) plans all of them
 shard                                 a core, a layer or a model, by a layout, as a function of one rank's shards
 diff, measure, best                   two plans compared; what a mesh costs; layouts ranked on it

@@ -101,8 +101,20 @@ def _lacking(chains: Chains, edges: Iterable[str]) -> tuple[str, ...]:
 def _refuse(layout: Layout, name: str, lacking: tuple[str, ...], where: str = "") -> NoReturn:
     raise SpecError(
         f"{layout.name} has no rule for {', '.join(lacking)}, which {name} passes{where}",
-        fix=f'Layout("...", {{..., "{lacking[0]}": "its spec"}})',
+        fix=f'{_made_for(layout, lacking)}Layout("...", {{..., "{lacking[0]}": "its spec"}})',
     )
+
+
+def _made_for(layout: Layout, lacking: tuple[str, ...]) -> str:
+    """The layouts here that have the rules that one lacks, to be named before one's own."""
+    chains = dict(layout.chains)
+    if "a_log" in lacking:
+        return "gdn_ulysses or gdn_scan, or "
+    if "kv_latent" in lacking and "k" in chains:
+        return "mla_latent, mla_packed or mla_gather, or "
+    if "k" in lacking and "kv_latent" in chains:
+        return "ulysses, all_gather or hybrid, or "
+    return ""
 
 
 def _refuse_half(
@@ -133,7 +145,9 @@ def check_parts(
                     raise SpecError(
                         f"{name}({argument}=...): {path.lstrip('.') or argument} is of class {kind.__name__}, and "
                         f"{layout} has no rule for its {', '.join(edges)}",
-                        fix="a layout with rules for every kind of layer that there is",
+                        fix="a layout with rules for every kind of layer that there is"
+                        + "; beside(..., gdn_scan(...)) makes one of two" * ("a_log" in edges)
+                        + "; mla_latent, mla_packed and mla_gather have those of latents" * ("kv_latent" in edges),
                     )
 
 

@@ -201,7 +201,7 @@ def plan(
     missing = [letter for letter in schedule.letters if letter not in sizes]
     if missing:
         raise SpecError(
-            f"a plan needs sizes: {' and '.join(missing[:2])} is missing", known=shards.known(sizes),
+            f"a plan lacks sizes: {', '.join(missing)}", known=shards.known(sizes),
             fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
         )  # fmt: skip
     if latent and sizes["K"] != sizes["H"]:

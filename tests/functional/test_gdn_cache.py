@@ -200,3 +200,17 @@ def test_empty_caches_of_every_kind():
         ".state": ((3, 6, 5, 6), torch.float32),
     }
     assert not any(leaf.any() for leaf in F.tree.leaves(found))
+
+
+@pytest.mark.parametrize("of_a_model", [False, True])
+def test_empty_caches_of_one_config(of_a_model):
+    cfg, fix = config("kimi_linear", 2, 3), "[cfg]"
+    if of_a_model:
+        layer = F.LayerConfig(attention=cfg, mlp=F.MLPConfig(hidden_size=cfg.hidden_size, intermediate_size=7))
+        cfg = F.DecoderConfig(vocab_size=9, hidden_size=cfg.hidden_size, layers=(layer,))
+        fix = "[layer.attention for layer in cfg.layers]"
+    with pytest.raises(TypeError) as error:
+        F.empty_caches(cfg, 1, 1, dtype=torch.float32)
+    assert str(error.value) == (
+        f"empty_caches(cfgs=...): one config a layer is needed, in a sequence, not {type(cfg).__name__}\n    fix: {fix}"
+    )

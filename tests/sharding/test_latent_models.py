@@ -141,6 +141,7 @@ def test_a_layer_of_the_other_kind_is_refused_before_anything_moves(layout, atte
     with pytest.raises(SpecError) as error:
         sh.simulate(model_of, record.mesh)(params, ids, cfg)
     assert wanted in str(error.value)
+    assert ("; mla_latent, mla_packed and mla_gather" in str(error.value)) == ("class MLA" in why)
     refused = []
 
     def body(at):
@@ -180,14 +181,22 @@ def test_layouts_that_serve_a_kind_in_part(layout, message):
 
 
 @pytest.mark.parametrize(
-    ("fn", "layout", "message"),
+    ("fn", "layout", "message", "fix"),
     [
-        (F.attention, sh.mla_latent(), 'mla_latent("u") has no rule for k, v, which attention passes'),
-        (F.mla, sh.ulysses(), 'ulysses("u") has no rule for kv_latent, key_rope, kv_b, kv, which mla passes'),
-        (F.mla, both(sh.ulysses(), sh.mla_latent()), "both kinds moves k, v, which mla does not pass"),
+        (
+            F.attention, sh.mla_latent(), 'mla_latent("u") has no rule for k, v, which attention passes',
+            'fix: ulysses, all_gather or hybrid, or Layout("...", {..., "k": "its spec"})',
+        ),
+        (
+            F.mla, sh.ulysses(), 'ulysses("u") has no rule for kv_latent, key_rope, kv_b, kv, which mla passes',
+            'fix: mla_latent, mla_packed or mla_gather, or Layout("...", {..., "kv_latent": "its spec"})',
+        ),
+        (F.mla, without(sh.mla_latent(), "kv_latent"), "mine has no rule for kv_latent", 'fix: Layout("...", {'),
+        (F.mla, both(sh.ulysses(), sh.mla_latent()), "both kinds moves k, v, which mla does not pass", ""),
     ],
-)
-def test_a_layer_alone_under_a_layout_of_the_other_kind(fn, layout, message):
+)  # fmt: skip
+def test_a_layer_alone_under_a_layout_of_the_other_kind(fn, layout, message, fix):
     with pytest.raises(SpecError) as error:
         sh.shard(fn, layout, sh.Mesh(u=2), S=8)
     assert str(error.value).startswith(message)
+    assert fix in str(error.value)

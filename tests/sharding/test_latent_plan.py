@@ -198,7 +198,7 @@ def test_what_a_plan_needs():
     assert_expected_inline(
         f"{lacking}\n{error.value}",
         """\
-a plan needs sizes: L and N is missing
+a plan lacks sizes: L, N, R, V
     sizes: K=4 B=1 S=8 H=4 E=12 G=1     fix: L=..., N=..., R=..., V=..., globally
 mla_latent("u"): H=5 query heads are fewer than u=8 ranks
     B S H/u E

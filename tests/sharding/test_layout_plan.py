@@ -295,7 +295,7 @@ def test_gradients_are_named():
 
 
 def test_what_a_plan_needs():
-    with pytest.raises(sh.SpecError, match="a plan needs sizes: B and E is missing"):
+    with pytest.raises(sh.SpecError, match="a plan lacks sizes: B, E"):
         sh.ulysses().plan(sh.Mesh(u=2), S=8, H=4, K=4)
     with pytest.raises(sh.SpecError, match="H=2 query heads are fewer than u=4 ranks"):
         sh.ulysses().plan(sh.Mesh(u=4), B=1, S=8, H=2, K=1, E=2)

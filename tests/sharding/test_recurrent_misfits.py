@@ -179,7 +179,7 @@ def test_layouts_of_one_kind_for_a_model_of_both():
         refused_model(sh.ulysses(), {"u": 2}, DELTA, PLAIN),
         """\
 decoder(params=...): layers[0].attention is of class GDN, and ulysses("u") has no rule for its b, a, q_conv, k_conv, v_conv, a_log, dt_bias
-    fix: a layout with rules for every kind of layer that there is""",
+    fix: a layout with rules for every kind of layer that there is; beside(..., gdn_scan(...)) makes one of two""",
     )
     assert_expected_inline(
         refused_model(sh.gdn_scan("u"), {"u": 2}, DELTA, PLAIN),
@@ -197,7 +197,7 @@ gdn_scan("u") has no rule for q, k, v, q_positions, k_positions, q_segment_ids, 
         made(lambda: sh.shard(F.gdn, sh.ulysses(), sh.Mesh(u=2), S=8)),
         """\
 ulysses("u") has no rule for b, a, q_conv, k_conv, v_conv, a_log, dt_bias, which gdn passes
-    fix: Layout("...", {..., "b": "its spec"})""",
+    fix: gdn_ulysses or gdn_scan, or Layout("...", {..., "b": "its spec"})""",
     )
     assert_expected_inline(
         made(lambda: sh.shard(F.gdn, sh.beside(sh.ulysses(), sh.gdn_scan("u")), sh.Mesh(u=2), S=8)),
