@@ -214,7 +214,7 @@ layers[3]: attention, D=2048 H=16 K=2 G=8 E=256 V=256, for which gdn_ulysses("u"
 ulysses("u") beside gdn_ulysses("u"): H=1 value heads are fewer than u=2 ranks
     B S (K/u G) V
     mesh: u=2     fix: gdn_scan("u")
-a plan needs sizes: S is missing
+a plan lacks sizes: S
     sizes: V=128 Y=1 D=2048 H=32 K=16 G=2 E=128 W=4 B=1 N=128     fix: S=..., globally
 stack(layers=...): at least one layer is needed
     fix: [each.attention.sizes for each in cfg.layers]""",

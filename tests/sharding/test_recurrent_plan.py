@@ -234,9 +234,9 @@ def test_what_a_plan_needs():
     assert_expected_inline(
         "\n".join(said),
         """\
-a plan needs sizes: W is missing
+a plan lacks sizes: W
     sizes: V=12 Y=1 B=1 S=8 H=4 K=2 E=12 G=2 N=24     fix: W=..., globally
-a plan needs sizes: B and K is missing
+a plan lacks sizes: B, K
     sizes: V=12 Y=1 S=8 H=4 E=12 W=4 N=12     fix: B=..., K=..., globally
 N=3 and V=16 E=16 disagree
     fix: without N, which is 32
