@@ -186,15 +186,14 @@ def plan(
     """
     layout = layout if "q" in dict(layout.chains) else layout.part("gdn")
     schedule = schedule_of(layout, mesh.axes, sizes)
-    latent, recurrent = "N" in schedule.letters, "W" in schedule.letters
+    latent, recurrent = schedule.latent, schedule.recurrent
     usual = {"K": sizes["H"]} if latent and "H" in sizes else {"V": sizes["E"]} if "E" in sizes and not latent else {}
     sizes = schedule.sizes(shards.complete({**usual, **({"Y": 1} if recurrent else {}), **sizes}))
     sight = documents.sight_of(causal, window)
-    known = schedule.letters + ("KGED" if latent else "GD") + "".join(letter for letter, _ in schedule.widths)
-    known += "Y" if recurrent else ""
+    known = {*schedule.letters, *schedule.more, "K", "G", *(letter for letter, _ in schedule.widths)}
     strange = [letter for letter in sizes if letter not in known]
     if strange:
-        asked = ", ".join(dict.fromkeys(schedule.letters + ("D" if latent else "GYD" if recurrent else "GD")))
+        asked = ", ".join(schedule.letters + schedule.more)
         raise SpecError(f"a plan has no place for {strange[0]}={sizes[strange[0]]}", fix=f"{asked[:-3]} or D")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"a plan is of tensors with gradients, and dtype={dtype!r} has none\n    fix: torch.float32")

@@ -80,7 +80,7 @@ def rehearse(
     has. Those that compute alike too make one class.
     """
     schedule = schedule_of(layout, mesh.axes)
-    recurrent = "W" in schedule.letters
+    recurrent = schedule.recurrent
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     around = moves_around(edges) if "D" in sizes else []
     cu = cu or (0, sizes["S"])
@@ -190,7 +190,7 @@ def _needs_of(
             outside = tuple(n for axis, n in mesh.coordinates(rank).items() if axis not in gathered)
             if outside not in groups:
                 ranks = mesh.ranks(gathered, rank)
-                if "W" in schedule.letters:
+                if schedule.recurrent:
                     wanted = [rules.reached(first, mesh.axes, r, size, sizes["W"]) for r in ranks]
                 else:
                     wanted = documents.of_group(edges["q"][-1], mesh.axes, ranks, size, cu, sight)
@@ -270,7 +270,7 @@ def _run(
     with meter:
         end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here)
         torch.autograd.grad(end, [*first, *weights], end.new_empty(0))
-    heads = wire.heads(of="v" if "W" in schedule.letters else "q").local
+    heads = wire.heads(of="v" if schedule.recurrent else "q").local
     assert heads is not None
     kv_heads = heads if kv_heads is None else kv_heads
     return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events))

@@ -27,15 +27,20 @@ class Step(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """inputs: the edges that begin with activations, parameters: with weights. letters: the sizes that a plan needs.
-    widths: letters that are sums of others. wide: edges that are in fp32 at least, whatever their inputs are in."""
+    """inputs: the edges that begin with activations, parameters: with weights. letters: the sizes that a plan needs,
+    more: those that it takes besides. widths: letters that are sums of others. wide: edges that are in fp32 at least,
+    whatever their inputs are in. latent: keys and values are made of latents, for every head its own. recurrent: tokens
+    change a state, and meet no other tokens but those that a convolution reaches."""
 
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
     steps: tuple[Step, ...]
     letters: str
+    more: str = "GD"
     widths: tuple[tuple[str, tuple[str, ...]], ...] = ()
     wide: tuple[str, ...] = ()
+    latent: bool = False
+    recurrent: bool = False
 
     @property
     def edges(self) -> tuple[str, ...]:
@@ -83,7 +88,9 @@ LATENT = Schedule(
         Step("pass", ("o",)),
     ),
     letters="BSHLNRV",
+    more="D",
     widths=(("E", ("N", "R")), ("NV", ("N", "V"))),
+    latent=True,
 )
 
 # Where latents stay, and keys and values of heads travel.
@@ -102,8 +109,7 @@ PACKED = LATENT._replace(
 )
 
 # Latent attention in a layout that knows no latents: its keys and values are projected before anything moves.
-MATERIALISED = ATTENTION._replace(letters=LATENT.letters, widths=LATENT.widths)
-
+MATERIALISED = ATTENTION._replace(letters=LATENT.letters, more=LATENT.more, widths=LATENT.widths, latent=True)
 
 _OWN = ("q_conv", "k_conv", "v_conv", "a_log", "dt_bias")
 _SENT = ("q", "k", "v", "b", "a")
@@ -111,12 +117,14 @@ _READ = (*_SENT, *_OWN)
 
 # A gated delta net by heads. N: values that a head's state has.
 DELTA = Schedule(
-    inputs=("q", "k", "v", "b", "a"),
+    inputs=_SENT,
     parameters=_OWN,
     steps=(Step("send", _SENT), Step("receive", _OWN, _SENT), Step("core", ("o",), _READ), Step("pass", ("o",))),
     letters="BSHKEVW",
+    more="GYD",
     widths=(("N", ("V",)),),
     wide=("a_log", "dt_bias", "summary"),
+    recurrent=True,
 )
 
 # The same by tokens: what a shard does to a state goes to all, as E values more.
