@@ -138,7 +138,6 @@ DELTA_SCAN = DELTA._replace(
         Step("pass", ("o",)),
     ),
     widths=(("N", ("V", "E")),),
-    wide=("summary",),
 )
 
 

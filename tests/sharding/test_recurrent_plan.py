@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import sharding as sh
+from meshfn.sharding.schedules import schedule_of
 
 from . import gdn_cases as cases
 
@@ -202,6 +203,15 @@ def test_states_are_wide_where_activations_are_not(layout, axes):
     plan = layout.plan(mesh, dtype=torch.bfloat16, B=2, S=13, K=2, H=4, E=3, V=5, W=4)
     for rank in range(mesh.size):
         assert facts(record.of(rank)) == facts(plan.of(rank).events)
+
+
+@pytest.mark.parametrize(("layout", "axes"), [(sh.gdn_scan(), {"cp": 3}), (sh.gdn_ulysses(), {"u": 2})])
+def test_parameters_are_counted_in_their_own_dtype(layout, axes):
+    """Where activations are in half precision, those of the gates are in fp32, and so are their gradients."""
+    params = F.GDN.init(cases.config(), 0, dtype=torch.bfloat16)
+    schedule = schedule_of(layout.part("gdn"), sh.Mesh(**axes).axes)
+    for name in ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv"):
+        assert (getattr(params, name).dtype == torch.float32) == (name in schedule.wide), name
 
 
 def test_thousands_of_ranks():
