@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from .implied import recurrent
 from .mesh import Axes, size_of
 from .spec import Spec
 
@@ -40,7 +41,7 @@ def fitting(
     if not fits:
         return "a layer with at least one query head"
     axis = over[-1]
-    if "a_log" in edges:
+    if recurrent(edges):
         return _scan(edges, over)
     gather = next((a for a in ("g", "cp") if a != axis and size_of(axes, a) > 1), "g")
     sizes = {name: size for name, size in axes if name not in (*over, gather)}
@@ -51,7 +52,7 @@ def fitting(
 
 def hybrid(name: str, edges: Mapping[str, list[Spec]], heads: str, gather: str) -> str:
     """The layout of these edges over both axes, as it is written."""
-    if "a_log" in edges:
+    if recurrent(edges):
         return _scan(edges, (gather, heads))
     first = edges["q"][0] if "q" in edges else Spec(())
     tp, dp = (next((a.axes for a in first.atoms if a.name in some), ()) for some in (("K", "H"), ("B",)))

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from ..functional.tree import Tree
 from . import rules
 from .errors import SpecError, nearest
+from .implied import recurrent
 from .layouts import EDGES, Layout
 from .mesh import Axes
 from .spec import parse
@@ -108,7 +109,7 @@ def _refuse(layout: Layout, name: str, lacking: tuple[str, ...], where: str = ""
 def _made_for(layout: Layout, lacking: tuple[str, ...]) -> str:
     """The layouts here that have the rules that one lacks, to be named before one's own."""
     chains = dict(layout.chains)
-    if "a_log" in lacking:
+    if recurrent(lacking):
         return "gdn_ulysses or gdn_scan, or "
     if "kv_latent" in lacking and "k" in chains:
         return "mla_latent, mla_packed or mla_gather, or "
@@ -146,7 +147,7 @@ def check_parts(
                         f"{name}({argument}=...): {path.lstrip('.') or argument} is of class {kind.__name__}, and "
                         f"{layout} has no rule for its {', '.join(edges)}",
                         fix="a layout with rules for every kind of layer that there is"
-                        + "; beside(..., gdn_scan(...)) makes one of two" * ("a_log" in edges)
+                        + "; beside(..., gdn_scan(...)) makes one of two" * recurrent(edges)
                         + "; mla_latent, mla_packed and mla_gather have those of latents" * ("kv_latent" in edges),
                     )
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .errors import SpecError, nearest
+from .implied import chain_of, check_scan, convolved, keys_of, recurrent, with_queries
 from .show import columns
-from .spec import Atom, Spec, parse, parse_pair
+from .spec import Atom, Spec, parse
 from .steps import steps
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ class Layout:
         if self.exchange not in ("all", "needed"):
             raise ValueError(f'{self.name}: exchange={self.exchange!r}; it is "all" or "needed"')
         given = self.edges.items() if isinstance(self.edges, Mapping) else self.edges
-        chains = {name: _chain(specs) for name, specs in given}
-        found = tuple({**chains, **{n: c for n, c in _beside(chains).items() if n not in chains}}.items())
-        object.__setattr__(self, "keys", _keys(self.name, chains, self.keys))
+        chains = {name: chain_of(specs) for name, specs in given}
+        found = tuple({**chains, **{n: c for n, c in with_queries(chains).items() if n not in chains}}.items())
+        object.__setattr__(self, "keys", keys_of(self.name, chains, self.keys))
         if self.exchange == "needed" and "q" in chains:
             last = parse(chains["q"][-1])
             if not any(atom.axes for atom in last.atoms if atom.name == "S"):
@@ -79,7 +80,7 @@ class Layout:
                     f'{self.name}: exchange="needed", and a rank has queries of every token, which need every key',
                     " -> ".join(chains["q"]), fix='exchange="all", or a gather axis, over which queries stay split',
                 )  # fmt: skip
-        _check_scan(self.name, chains)
+        check_scan(self.name, chains)
         for edge, chain in found:
             steps_to_gather = len(gathers(chain))
             if edge in self.keys and self.exchange == "needed" and steps_to_gather > 1:
@@ -113,8 +114,8 @@ class Layout:
         from .rules import of_part
 
         edges = of_part(self.chains, name)
-        needed = "a_log" not in dict(edges)  # else there is a state, and no keys of which some would do
-        return Layout(self.name, edges, self.overlap, self.exchange if needed else "all")
+        # Of a state there are no keys of which some would do.
+        return Layout(self.name, edges, self.overlap, "all" if recurrent(dict(edges)) else self.exchange)
 
     def plan(self, mesh: Mesh, **sizes: Any) -> Plan:
         """What attention in this layout will send, compute and keep: see `sharding.plan`."""
@@ -140,7 +141,7 @@ class Layout:
             note = _note(name, specs)
             if self.exchange == "needed" and name in self.keys:
                 note = note.replace("all-gather", "only what is needed, all-to-all")
-            if f"{name}_conv" in dict(self.chains):
+            if convolved(name, dict(self.chains)):
                 note = note.replace("all-gather", "W-1 tokens in front, all-to-all")
             rows.append((f"  {name}", " -> ".join(chain), note))
         more = [f"{', '.join(names)}: {what}" for what, names in quiet.items() if names]
@@ -149,88 +150,6 @@ class Layout:
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _chain(specs: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Specs as they are written in canonical form, each of the same dimensions as the first."""
-    texts = specs.split("->") if isinstance(specs, str) else specs
-    found = [parse(text.strip()) for text in texts]
-    for a, b in itertools.pairwise(found):
-        steps(*parse_pair(f"{a} -> {b}"))  # raises where no steps lead from one to the next
-    return tuple(str(spec) for spec, _ in itertools.groupby(found))
-
-
-def _keys(name: str, chains: Mapping[str, tuple[str, ...]], more: tuple[str, ...]) -> tuple[str, ...]:
-    """The edges that hold a row for each key token. Of latents and of what is made of them those that are first to hold
-    all tokens: where keys and values move, as S, these."""
-    edges = {edge.rsplit(".", 1)[-1]: chain for edge, chain in chains.items() if not edge.startswith("gdn.")}
-    if "a_log" in edges:  # a gated delta net has a state, and no keys to look up
-        return more
-    moved = "kv" in edges and any(atom.name == "S" and atom.axes for atom in parse(edges["kv"][0]).atoms)
-    first, other = ("kv", "kv_latent") if moved else ("kv_latent", "kv")
-    latent = first if "kv_latent" in edges else ""
-    known = tuple(edge for edge in ("k", "v", latent, "key_rope") if edge in edges)
-    for edge in more:
-        if edge not in edges:
-            guess = nearest(edge, edges)
-            fix = f'did you mean "{guess}"?' if guess else "an edge of it, or no keys"
-            raise SpecError(f'{name}: keys names "{edge}", which is no edge of it', fix=fix)
-        if edge == other and latent:
-            raise SpecError(
-                f'{name}: keys names "{other}", and of kv_latent and kv, which is made of it, {latent} is the first to '
-                "hold all key tokens",
-                " -> ".join(edges[latent]), fix="no keys, as they are known of these edges",
-            )  # fmt: skip
-    return tuple(dict.fromkeys((*known, *more)))
-
-
-def _check_scan(name: str, chains: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise `SpecError` where the parts of which states are handed on do not lie as tokens do, one after the other."""
-    for edge, chain in chains.items():
-        part, _, last = edge.rpartition("summary")
-        if last or len(chain) < 2 or f"{part}q" not in chains:
-            continue
-        tokens = next(atom for atom in parse(chains[f"{part}q"][0]).atoms if atom.name == "S")
-        parts = parse(chain[0]).dims[0][0]
-        if tokens.zigzag:
-            raise SpecError(
-                f"{name}: a state goes from one token to the next, and in head-tail order a rank has two pieces that "
-                "are far apart",
-                " -> ".join(chains[f"{part}q"]), tokens.span, fix=f"S/{'/'.join(tokens.axes)}, in plain order",
-            )  # fmt: skip
-        if tokens.axes != parts.axes:
-            raise SpecError(
-                f"{name}: {edge} hands states on over {'/'.join(parts.axes) or 'no axis'}, and tokens lie over "
-                f"{'/'.join(tokens.axes) or 'no axis'}",
-                " -> ".join(chain), parts.span, fix="/".join(("P", *tokens.axes)),
-            )  # fmt: skip
-
-
-def _beside(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The edges that go with queries, as their specs say it: positions, documents, mask, a parameter of each head."""
-    if "q" not in chains or "a_log" in chains:  # a gated delta net has no mask, and says the rest itself
-        return {}
-    first, last = parse(chains["q"][0]), parse(chains["q"][-1])
-    heads = [next((dim for dim in spec.dims if dim[0].name in ("K", "H")), ()) for spec in (first, last)]
-    batch, before, seen = (
-        next((str(atom) for atom in spec.atoms if atom.name == letter), "")
-        for letter, spec in (("B", first), ("S", first), ("S", last))
-    )
-    if not (all(heads) and batch and before):
-        return {}
-    split = [_written(dim) for dim in heads]
-    whole = _written(tuple(replace(atom, axes=(), need=None, zigzag=False) for atom in heads[0]))
-    tokens, mask = (f"{batch} S", f"{batch} {seen}"), (f"{batch} {whole} S T", f"{batch} {split[1]} {seen} T")
-    keys = (f"{batch} T",)
-    found = {
-        "q_positions": tokens, "k_positions": keys, "q_segment_ids": tokens, "k_segment_ids": keys, "mask": mask,
-        "sinks": (split[0], split[1]),
-    }  # fmt: skip
-    return {name: _chain(chain) for name, chain in found.items()}
-
-
-def _written(dim: tuple[Atom, ...]) -> str:
-    return str(dim[0]) if len(dim) == 1 else f"({' '.join(map(str, dim))})"
 
 
 def gathers(chain: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -14,6 +14,7 @@ from . import documents, moves, rules, shards
 from .affine import Span, Sum
 from .classes import Dry, key_of
 from .documents import Boundaries, Sight, Traffic
+from .implied import convolved, lead
 from .layouts import Layout
 from .mesh import Axes, Mesh
 from .meter import Meter
@@ -165,7 +166,7 @@ def _groups(
 ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The axes over which only needed keys are gathered, with the edges that are gathered together."""
     found: dict[tuple[str, ...], list[str]] = {}
-    reached = [name for name in schedule.inputs if f"{name}_conv" in schedule.parameters]
+    reached = [name for name in schedule.inputs if convolved(name, schedule.parameters)]
     for name in (*reached, *(layout.keys if layout.exchange == "needed" and not reached else ())):
         if name in schedule.edges and (axes := rules.gathered(edges[name])):
             found.setdefault(axes, []).append(name)
@@ -270,7 +271,7 @@ def _run(
     with meter:
         end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here)
         torch.autograd.grad(end, [*first, *weights], end.new_empty(0))
-    heads = wire.heads(of="v" if schedule.recurrent else "q").local
+    heads = wire.heads(of=lead(wire.edges)).local
     assert heads is not None
     kv_heads = heads if kv_heads is None else kv_heads
     return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events))

@@ -14,6 +14,7 @@ from . import shards
 from .constant import constant
 from .errors import SpecError
 from .fixes import fewer, fitting, hybrid
+from .implied import lead, recurrent
 from .layouts import AROUND, OUTBOUND, WHOLE, gathers
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
@@ -73,8 +74,7 @@ def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) 
     for chain in found.values():
         for spec in chain:
             check_axes(axes, spec)
-    lead = "v" if "a_log" in found else "q"  # of a gated delta net values have the most heads
-    if heads is not None and lead in found and _dealt(name, found, axes, heads, lead):
+    if heads is not None and lead(found) in found and _dealt(name, found, axes, heads):
         found = {edge: [_by_query_head(spec) for spec in chain] for edge, chain in found.items()}
     return tuple((edge, tuple(map(str, chain))) for edge, chain in found.items())
 
@@ -105,14 +105,14 @@ def heads(queries: str, keys: str, axes: Axes, rank: int, sizes: Sizes) -> Local
     return LocalHeads(first, last - first, None if plain else index, high - low)
 
 
-def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[int, int], lead: str) -> bool:
-    """Whether query heads are dealt out one by one, there being fewer key/value heads than ranks. lead: the edge that
-    has query heads, or what there are most of."""
-    queries, (count, groups) = edges[lead], heads
+def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[int, int]) -> bool:
+    """Whether query heads are dealt out one by one, there being fewer key/value heads than ranks; in a gated delta net
+    value heads, there being fewer key heads."""
+    queries, (count, groups) = edges[lead(edges)], heads
     before, after = (_axes_of_heads(spec) for spec in (queries[0], queries[-1]))
     outer, all_of_it = (math.prod(size_of(axes, axis) for axis in some) for some in (before, after))
     ranks, over = all_of_it // outer, after[len(before) :]
-    most, keys = ("query heads", "key/value heads") if lead == "q" else ("value heads", "key heads")
+    most, keys = ("value heads", "key heads") if recurrent(edges) else ("query heads", "key/value heads")
     if groups < outer:
         what = f"K={groups} {keys}" if "k" in edges else f"H={count} heads"
         raise SpecError(
@@ -165,7 +165,7 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
     parts = dict.fromkeys(edge.split(".")[0] for edge, _ in edges if "." in edge)
     if parts:  # each sees its own edges, and those that are no part's
         for each in (of_part(edges, part) for part in (*parts, "")):
-            complete(name, each, () if "a_log" in dict(each) else keys, axes)
+            complete(name, each, () if recurrent(dict(each)) else keys, axes)
         return True
     found = {edge: [parse(text) for text in chain] for edge, chain in edges}
     used = {axis for chain in found.values() for spec in chain for axis in spec.axes}
@@ -177,7 +177,7 @@ def complete(name: str, edges: Edges, keys: tuple[str, ...], axes: Axes) -> bool
                 hybrid(name, found, axis, here[0]) if here and axis == "u" else
                 f"a layout that names {axis}"
             )  # fmt: skip
-            alone = "begin without a state" if "a_log" in found else "attend to itself alone"
+            alone = "begin without a state" if recurrent(found) else "attend to itself alone"
             raise SpecError(
                 f"{name} does not use {axis}={size}, over which tokens are split: each part would {alone}",
                 mesh=text_of(axes), fix=fix,
@@ -222,7 +222,7 @@ def _alike(name: str, edges: Mapping[str, list[Spec]], axes: Axes) -> None:
     for other, end in (("x", -1), ("out", 0)):
         if other in edges:
             _same(name, "q", edges["q"][0], other, edges[other][end], ("S",), axes)
-    met = "b" if "a_log" in edges else "q"  # of a gated delta net, whose q has tokens more to convolve
+    met = "b" if recurrent(edges) else "q"  # a q that is convolved has tokens more
     for other, spec in inside.items():
         _same(name, met, edges[met][-1], other, spec, ("S", "K", "H"), axes)
     for other in made if "kv" in edges else ():

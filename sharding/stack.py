@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from . import html
 from .errors import SpecError
+from .implied import recurrent
 from .layouts import Layout
 from .mesh import Mesh, text_of
 from .plan import Plan, ends_of, span
@@ -158,7 +159,7 @@ def _kind(
     layout: Layout, mesh: Mesh, part: str, layers: tuple[int, ...], sizes: dict[str, int], options: dict[str, Any]
 ) -> Kind:
     own = layout.part(part)
-    if "q" not in (chains := dict(own.chains)) or ("a_log" in chains) != (part == "gdn"):
+    if "q" not in (chains := dict(own.chains)) or recurrent(chains) != (part == "gdn"):
         raise SpecError(
             f"layers[{layers[0]}]: {NAMES[part]}, {known(sizes)}, for which {layout.name} has no rules",
             mesh=str(mesh), fix="beside(attention, gdn), a layout of each",

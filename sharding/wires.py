@@ -22,6 +22,7 @@ from . import documents, rules, shards
 from .errors import SpecError
 from .exchange import local
 from .functorch import transform_level
+from .implied import convolved
 from .late import LateProjection
 from .layouts import WHOLE, Layout
 from .mesh import Axes, Mesh, constant_axes, place_of, ranks_of, size_of
@@ -231,7 +232,7 @@ class LayoutWire:
     def _wanted(self, edge: _Edge) -> tuple[Ranges, ...] | None:
         """For each rank of the group in which keys are gathered, those that it wants; None for all of them."""
         axes = rules.gathered(edge.chain)
-        if axes and f"{edge.name}_conv" in self.edges:
+        if axes and convolved(edge.name, self.edges):
             return tuple(self._reached(edge.chain[0], rank) for rank in ranks_of(self.axes, axes, self.rank))
         if self.layout.exchange == "all" or not self._holds_keys(edge.name) or not axes:
             return None
@@ -244,7 +245,7 @@ class LayoutWire:
 
     def keys(self) -> Ranges | None:
         """Which keys this rank's queries may see, where it is known that they are fewer than all."""
-        if "q_conv" in self.edges:
+        if convolved("q", self.edges):
             own = self._reached(self.edges["q"][0], self.rank) if len(rules.gathered(self.edges["q"])) else None
             return None if own == ((0, self.sizes["S"]),) else own
         if not self.ordered or "q" not in self.edges or "S" not in self.sizes:
