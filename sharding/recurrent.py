@@ -3,8 +3,9 @@
     gdn_scan       tokens stay; what a shard does to the state is a product and a sum, which all ranks get
     gdn_ulysses    tokens become heads and back; a rank has whole rows of its heads, with their convolutions and gates
 
-Letters: B batch, S tokens, K key heads, G value heads a key head, E and V widths, Y decays of a head, I = 1, W width of
-the convolution, U = W - 1 tokens of its state, C = 2 E + G V channels a key head, P ranks among which tokens lie.
+Letters: B batch, S tokens, T of them convolved, K key heads, G value heads a key head, E and V widths, Y decays of a
+head, N = V + E rows of a head's sum and product, I = 1, W width of the convolution, U = W - 1 tokens of its state,
+C = 2 E + G V channels a key head, P ranks among which tokens lie.
 """
 
 from __future__ import annotations
@@ -37,8 +38,6 @@ def gdn_ulysses(axis: str = "u", /, *, tp: str | None = None, dp: str | None = N
     def cut(spec: str) -> str:
         return f"{spec.replace('@', '')} -> {spec.replace('@', tail)}"
 
-    around = _edges("B S H E", dp, (axis,), False, {"u": axis}, tp)
-    found = {edge: text for edge, text in around.items() if edge not in ("q", "k", "v", "o")}
     own = {
         "q": moved(f"{heads}@ E"),
         "k": moved(f"{heads}@ E"),
@@ -47,18 +46,15 @@ def gdn_ulysses(axis: str = "u", /, *, tp: str | None = None, dp: str | None = N
         "a": moved(f"({heads}@ G) Y"),
         "q_conv": cut(f"({heads}@ E) I W"),
         "k_conv": cut(f"({heads}@ E) I W"),
-        "v_conv": cut(f"(({heads}@ G) V) I W".replace("((", "(").replace(") V)", " V)")),
+        "v_conv": cut(f"({heads}@ G V) I W"),
         "a_log": cut(f"({heads}@ G)"),
         "dt_bias": cut(f"({heads}@ G Y)"),
         "o": f"{batch} S ({heads}{tail} G) V -> {batch} {tokens} ({heads} G) V",
-        "summary": f"P {batch} ({heads}{tail} G) N E",
-        "tail": f"P {batch} ({heads}{tail} C) U",
-        "rows": f"P {batch}",
         **_cache(batch, heads + tail),
         **_whole(batch, "S"),
     }
     name = f'gdn_ulysses("{axis}"' + _options(tp=tp, dp=dp, overlap=overlap)
-    return Layout(name, found | {f"gdn.{edge}": text for edge, text in own.items()}, overlap)
+    return Layout(name, _around(dp, (axis,), tp) | _of_part(own), overlap)
 
 
 def gdn_scan(*axes: str, tp: str | None = None, dp: str | None = None, overlap: bool = False) -> Layout:
@@ -72,8 +68,6 @@ def gdn_scan(*axes: str, tp: str | None = None, dp: str | None = None, overlap: 
     axes = axes or ("cp",)
     batch, tokens = f"B/{dp}" if dp else "B", "S" + "".join(f"/{axis}" for axis in axes)
     heads, parts = f"K/{tp}" if tp else "K", "P" + "".join(f"/{axis}" for axis in axes)
-    around = _edges("B S H E", dp, axes, False, {}, tp)
-    found = {edge: text for edge, text in around.items() if edge not in ("q", "k", "v", "o")}
     reached = {"q": f"{heads} E", "k": f"{heads} E", "v": f"({heads} G) V"}
     own = {
         **{edge: f"{batch} {tokens} {rest} -> {batch} S {rest}" for edge, rest in reached.items()},
@@ -92,7 +86,16 @@ def gdn_scan(*axes: str, tp: str | None = None, dp: str | None = None, overlap: 
         **_whole(batch, tokens),
     }
     name = f"gdn_scan({', '.join(map(repr, axes))}".replace("'", '"') + _options(tp=tp, dp=dp, overlap=overlap)
-    return Layout(name, found | {f"gdn.{edge}": text for edge, text in own.items()}, overlap)
+    return Layout(name, _around(dp, axes, tp) | _of_part(own), overlap)
+
+
+def _around(dp: str | None, tokens: tuple[str, ...], tp: str | None) -> dict[str, str]:
+    """Edges around the heads of a layer and around layers, as layouts of attention have them."""
+    return {edge: text for edge, text in _edges("B S H E", dp, tokens, False, {}, tp).items() if edge in AROUND}
+
+
+def _of_part(own: dict[str, str]) -> dict[str, str]:
+    return {f"gdn.{edge}": text for edge, text in own.items()}
 
 
 def _cache(batch: str, heads: str) -> dict[str, str]:
@@ -107,9 +110,7 @@ def _cache(batch: str, heads: str) -> dict[str, str]:
 
 def _whole(batch: str, tokens: str) -> dict[str, str]:
     """What every rank has whole, of the tokens whose state it computes and of those that it convolves."""
-    here, there = f"{batch} {tokens}", f"{batch} T"
-    whole = f"{batch} S"
-    mine = f"{whole} -> {here}" if here != whole else whole
+    mine, there = f"{batch} S -> {batch} {tokens}", f"{batch} T"
     return {"q_positions": mine, "q_segment_ids": mine, "k_positions": there, "k_segment_ids": there}
 
 

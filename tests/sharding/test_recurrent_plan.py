@@ -141,8 +141,8 @@ gdn_ulysses("u", tp="tp")
   gdn.a_log    (K/tp G) -> (K/tp/u G)                a slice
   gdn.dt_bias  (K/tp G Y) -> (K/tp/u G Y)            a slice
   gdn.o        B S (K/tp/u G) V -> B S/u (K/tp G) V  all-to-all over u
-  h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.summary, gdn.tail,
-  gdn.rows, gdn.cache_q, gdn.cache_k, gdn.cache_v, gdn.cache_state: stay as they come
+  h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.cache_q, gdn.cache_k,
+  gdn.cache_v, gdn.cache_state: stay as they come
   gdn.q_positions, gdn.q_segment_ids, gdn.k_positions, gdn.k_segment_ids: whole on every rank
 gdn_scan("g", "u")
   x                  B S/g/u D                           stays
