@@ -26,13 +26,13 @@ from .arguments import lists_unknown
 from .cache import GDNCache
 from .core import wide
 from .delta import gdn_gates
+from .gdn_checks import check, check_cache
 from .gdn_config import GDN, GDNConfig
 from .norm import apply_norm, gated_rms_norm, linear, norm_in_front, norm_linear
 from .recurrence import gated_delta_rule, short_conv
 from .rows import tokens_of, zero_absent
-from .shapes import ShapeError, check_shapes
 from .tree import check_presence
-from .wire import Heads, Wire, edges, identity
+from .wire import Wire, edges, identity
 
 __all__ = ["GDN", "GDNConfig", "Projected", "gdn", "gdn_output", "gdn_project"]
 
@@ -103,79 +103,137 @@ def gdn(
     different parts, before any work.
     """
     check_presence("gdn", params, cfg, GDN)
-    _check(params, x, cfg, positions, segment_ids, cache)
+    check(params, x, cfg, positions, segment_ids, cache)
     wire = wire.layer(H=cfg.num_value_heads, K=cfg.num_key_heads, W=cfg.conv_kernel_dim)
     heads = wire.heads(of="v")
     if cache is not None:
-        _check_cache(params, x, cfg, cache, heads)
-    states: list[Any] = [None] * 4 if cache is None else [cache.q, cache.k, cache.v, cache.state]
+        check_cache(params, x, cfg, cache, heads)
     if positions is not None:
         positions = positions.expand(x.shape[:2])
     x_BSD = wire.pass_(x=zero_absent(x, tokens_of(x.shape[1], None, positions)))
     q, k, v, z, b, a = _project(params, x_BSD, cfg, gated=not wire.moves)
     sent = wire.send(q=q, k=k, v=v, b=b, a=a)
     z = _gate(params, x_BSD, cfg) if z is None else z  # while they fly
-    q_conv, k_conv, v_conv, a_log, dt_bias, positions, t_positions, ids, t_ids, *received = wire.receive(
-        sent, q_conv=params.q_conv, k_conv=params.k_conv, v_conv=params.v_conv, a_log=params.a_log,
-        dt_bias=params.dt_bias, q_positions=positions, k_positions=positions, q_segment_ids=segment_ids,
-        k_segment_ids=segment_ids, cache_q=states[0], cache_k=states[1], cache_v=states[2], cache_state=states[3],
-    )  # fmt: skip
-    states, (q_BTKE, k_BTKE, v_BTHV, b_BSH, a_BSHY) = received[:4], received[4:]
-    before = None if cache is None else GDNCache(q=states[0], k=states[1], v=states[2], state=states[3])
-    told: dict[str, Any] = {"activation": cfg.hidden_act, "positions": t_positions, "segment_ids": t_ids}
-    front = v_BTHV.shape[1] - b_BSH.shape[1]  # tokens in front of this rank's own
-    convs = states[:3]
-    if before is not None and front == before.q.shape[-1]:  # then no state is read behind tokens
-        unread_B = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
-        unread_B = unread_B if t_positions is None else (t_positions[:, :front] >= 0).all(1)
-        convs = [each.masked_fill(unread_B[:, None, None], 0) for each in convs]
-    q_BSKE, q_state = short_conv(q_BTKE, q_conv, convs[0], **told)
-    k_BSKE, k_state = short_conv(k_BTKE, k_conv, convs[1], **told)
-    v_BSHV, v_state = short_conv(v_BTHV, v_conv, convs[2], **told)
-    if heads.kv_index is not None:  # heads were dealt out, whatever keys they share
-        q_BSKE, k_BSKE = (t.index_select(2, heads.kv_index) for t in (q_BSKE, k_BSKE))
-    if front > 0:  # they were for those behind to see
-        q_BSKE, k_BSKE, v_BSHV = (t[:, front:] for t in (q_BSKE, k_BSKE, v_BSHV))
-    if not cfg.channel_decay:
-        a_BSHY = a_BSHY[..., 0]
-    bias = dt_bias.view(a_BSHY.shape[2:])
-    g, beta_BSH = gdn_gates(a_BSHY, b_BSH, a_log, bias)
-    if cfg.allow_neg_eigval:
-        beta_BSH = 2 * beta_BSH
+    met = _receive(params, sent, positions, segment_ids, cache, wire)
+    (q, k, v), ends = _convolved(met, heads.kv_index, cfg.hidden_act)
+    g, beta_BSH = _gates(met, cfg)
     if wire.stays("summary"):
-        told = {"positions": positions, "segment_ids": ids}
-        o_BSHV, state = gated_delta_rule(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, states[3], **told)
-        cache = None if cache is None else GDNCache(q=q_state, k=k_state, v=v_state, state=state)
+        o_BSHV, cache = _rule(q, k, v, g, beta_BSH, met, ends)
     else:
-        begins = None if t_ids is None or front <= 0 else t_ids[:, front - 1] != t_ids[:, front]
-        ends = (q_state, k_state, v_state)
-        o_BSHV, cache = _across(q_BSKE, k_BSKE, v_BSHV, g, beta_BSH, positions, ids, begins, before, ends, wire)
+        o_BSHV, cache = _across(q, k, v, g, beta_BSH, met, ends, wire)
     o_sent, project_out = wire.send(o=o_BSHV), wire.projection(params.o)
     (o_BSHV,) = wire.receive(o_sent)
     return _out(params, project_out, o_BSHV, z, cfg, wire), cache
 
 
+class _Met(NamedTuple):
+    """What meets on a rank, by the names of edges. q, k and v are of the tokens T that it convolves, of which the first
+    lie in front of its own S; so are t_positions and t_segment_ids."""
+
+    q_conv: Tensor
+    k_conv: Tensor
+    v_conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    positions: Tensor | None
+    t_positions: Tensor | None
+    segment_ids: Tensor | None
+    t_segment_ids: Tensor | None
+    cache_q: Tensor | None
+    cache_k: Tensor | None
+    cache_v: Tensor | None
+    cache_state: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor
+    a: Tensor
+
+
+def _receive(
+    params: GDN, sent: Any, positions: Tensor | None, segment_ids: Tensor | None, cache: GDNCache | None, wire: Wire
+) -> _Met:
+    states: list[Any] = [None] * 4 if cache is None else [cache.q, cache.k, cache.v, cache.state]
+    received = wire.receive(
+        sent, q_conv=params.q_conv, k_conv=params.k_conv, v_conv=params.v_conv, a_log=params.a_log,
+        dt_bias=params.dt_bias, q_positions=positions, k_positions=positions, q_segment_ids=segment_ids,
+        k_segment_ids=segment_ids, cache_q=states[0], cache_k=states[1], cache_v=states[2], cache_state=states[3],
+    )  # fmt: skip
+    return _Met(*received)
+
+
+def _front(met: _Met) -> int:
+    """How many tokens lie in front of a rank's own."""
+    return met.v.shape[1] - met.b.shape[1]
+
+
+def _cache_of(met: _Met) -> GDNCache | None:
+    if met.cache_q is None or met.cache_k is None or met.cache_v is None or met.cache_state is None:
+        return None
+    return GDNCache(q=met.cache_q, k=met.cache_k, v=met.cache_v, state=met.cache_state)
+
+
+def _convolved(met: _Met, kv_index: Tensor | None, activation: str) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """q, k and v of a rank's own tokens, and what each convolution keeps behind them. kv_index: of each value head the
+    key head that it reads, where heads were dealt out whatever keys they share."""
+    told: dict[str, Any] = {
+        "activation": activation, "positions": met.t_positions, "segment_ids": met.t_segment_ids
+    }  # fmt: skip
+    front, states = _front(met), [met.cache_q, met.cache_k, met.cache_v]
+    if met.cache_q is not None and front == met.cache_q.shape[-1]:  # then no state is read behind tokens
+        unread_B = torch.ones(met.v.shape[0], dtype=torch.bool, device=met.v.device)
+        unread_B = unread_B if met.t_positions is None else (met.t_positions[:, :front] >= 0).all(1)
+        states = [None if each is None else each.masked_fill(unread_B[:, None, None], 0) for each in states]
+    q_BSKE, q_state = short_conv(met.q, met.q_conv, states[0], **told)
+    k_BSKE, k_state = short_conv(met.k, met.k_conv, states[1], **told)
+    v_BSHV, v_state = short_conv(met.v, met.v_conv, states[2], **told)
+    if kv_index is not None:
+        q_BSKE, k_BSKE = (t.index_select(2, kv_index) for t in (q_BSKE, k_BSKE))
+    found = [q_BSKE, k_BSKE, v_BSHV]
+    return [t[:, front:] for t in found] if front > 0 else found, (q_state, k_state, v_state)
+
+
+def _gates(met: _Met, cfg: GDNConfig) -> tuple[Tensor, Tensor]:
+    """g `B S H`, or `B S H E` of channels, and beta `B S H`."""
+    a_BSHY = met.a if cfg.channel_decay else met.a[..., 0]
+    g, beta_BSH = gdn_gates(a_BSHY, met.b, met.a_log, met.dt_bias.view(a_BSHY.shape[2:]))
+    return g, 2 * beta_BSH if cfg.allow_neg_eigval else beta_BSH
+
+
+def _rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, met: _Met, ends: tuple[Tensor, ...]
+) -> tuple[Tensor, GDNCache | None]:
+    """The rule on all tokens: o `B S H V`, and the cache. ends: what convolutions keep of q, k and v for the next call."""
+    o_BSHV, state = gated_delta_rule(
+        q, k, v, g, beta, met.cache_state, positions=met.positions, segment_ids=met.segment_ids
+    )
+    kept = None if met.cache_state is None else GDNCache(q=ends[0], k=ends[1], v=ends[2], state=state)
+    return o_BSHV, kept
+
+
 def _across(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, positions: Tensor | None, segment_ids: Tensor | None,
-    begins: Tensor | None, cache: GDNCache | None, ends: tuple[Tensor, ...], wire: Wire,
-) -> tuple[Tensor, GDNCache | None]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, met: _Met, ends: tuple[Tensor, ...], wire: Wire
+) -> tuple[Tensor, GDNCache | None]:
     """The rule on some of the tokens, whose state comes from those before, on other ranks: o `B S H V`, and the cache
     behind all tokens.
 
     A token changes the state by a product and a sum, so that what all of them do is S -> S A + B. Both are found at
-    once, as what becomes of E more values a head that begin with one, of which no token has any. begins: `B`, rows
-    whose first token here begins a document. cache: in front of all tokens. ends: of q, k and v, what the convolution
-    keeps behind these tokens; that of the last rank with a token of a row goes into the cache.
+    once, as what becomes of E more values a head that begin with one, of which no token has any. ends: of q, k and v,
+    what the convolution keeps behind these tokens; that of the last rank with a token of a row goes into the cache.
     """
+    cache, front, positions, ids = _cache_of(met), _front(met), met.positions, met.t_segment_ids
     (batch, tokens, heads, V), E, dtype = v.shape, q.shape[-1], wide(v).dtype
     one_BHEE = torch.eye(E, dtype=dtype, device=v.device).expand(batch, heads, E, E)
-    if begins is not None:
-        one_BHEE = one_BHEE.masked_fill(begins[:, None, None, None], 0)
+    if ids is not None and front > 0:  # a document that begins here has nothing of the state before
+        begins_B = ids[:, front - 1] != ids[:, front]
+        one_BHEE = one_BHEE.masked_fill(begins_B[:, None, None, None], 0)
     state_BHNE = torch.cat((one_BHEE.new_zeros(batch, heads, V, E), one_BHEE), 2)
     v_BSHN = torch.nn.functional.pad(v.to(dtype), (0, E))
     # Positions say what is padding, and not which rows begin.
     there = None if positions is None else torch.where(positions < 0, -1, 1)
-    o_BSHN, state_BHNE = gated_delta_rule(q, k, v_BSHN, g, beta, state_BHNE, positions=there, segment_ids=segment_ids)
+    o_BSHN, state_BHNE = gated_delta_rule(
+        q, k, v_BSHN, g, beta, state_BHNE, positions=there, segment_ids=met.segment_ids
+    )
     if not tokens:  # a rank without tokens takes part in backward too
         state_BHNE = state_BHNE + v_BSHN.sum()
     told: dict[str, Tensor | None] = {"tail": None, "rows": None}
@@ -222,81 +280,6 @@ def _kept(cache: GDNCache, state: Tensor, tails: Tensor, rows: Tensor, heads: in
 def _by_key_head(states: tuple[Tensor, ...], heads: int) -> Tensor:
     """The states of q, k and v, `B (K ...) U` each, side by side within each key head: `B (K C) U`."""
     return torch.cat([each.unflatten(1, (heads, -1)) for each in states], 2).flatten(1, 2)
-
-
-def _check(
-    params: GDN, x: Tensor, cfg: GDNConfig, positions: Tensor | None, segment_ids: Tensor | None, cache: GDNCache | None
-) -> None:
-    if cache is not None and not isinstance(cache, GDNCache):
-        raise TypeError(
-            f"gdn(cache=...): a GDNCache is needed, not {type(cache).__name__}, of another kind of layer\n"
-            "    fix: empty_caches(configs, ...) makes one a layer"
-        )
-    # Heads are the rank's own, as its weights have them.
-    widths = {letter: n for letter, n in cfg.sizes.items() if letter not in "HK"}
-    check_shapes(
-        "gdn",
-        widths,
-        x=(x, "B S D"),
-        positions=(positions, "B? S"),
-        segment_ids=(segment_ids, "B S"),
-        qkvz=(params.qkvz, "(K M) D"),
-        ba=(params.ba, "(K J) D"),
-        q=(params.q, "(K E) D"),
-        k=(params.k, "(K E) D"),
-        v=(params.v, "(K G V) D"),
-        z=(params.z, "(K G V) D"),
-        z_down=(params.z_down, "L D"),
-        z_up=(params.z_up, "(K G V) L"),
-        b=(params.b, "(K G) D"),
-        a=(params.a, "(K G Y) D"),
-        a_down=(params.a_down, "Q D"),
-        a_up=(params.a_up, "(K G Y) Q"),
-        a_log=(params.a_log, "(K G)"),
-        dt_bias=(params.dt_bias, "(K G Y)"),
-        q_conv=(params.q_conv, "(K E) I W"),
-        k_conv=(params.k_conv, "(K E) I W"),
-        v_conv=(params.v_conv, "(K G V) I W"),
-        o_norm=(params.o_norm, "V"),
-        o=(params.o, "D (K G V)"),
-    )
-    if cache is not None and segment_ids is not None:
-        raise ValueError("gdn: segment_ids with a cache\n    fix: give each document a row of the cache")
-
-
-def _check_cache(params: GDN, x: Tensor, cfg: GDNConfig, cache: GDNCache, local: Heads) -> None:
-    """local: the heads that a cache has under a layout."""
-    widths = {letter: n for letter, n in cfg.sizes.items() if letter not in "HK"}
-    if local.local is None or local.groups is None:
-        heads, q_conv, v_conv = params.a_log.shape[0], params.q_conv, params.v_conv
-    else:
-        heads, q_conv, v_conv = local.local, None, None
-        widths |= {"K": local.groups, "H": heads}
-    turned, wanted = cache.state.mT.shape[1:], (heads, cfg.value_head_dim, cfg.key_head_dim)
-    if turned == wanted != cache.state.shape[1:]:
-        raise ShapeError(
-            f"gdn(cache=...): its state is key-major, H E V = {' '.join(map(str, cache.state.shape[1:]))}, and "
-            f"value-major is needed, H V E = {' '.join(map(str, wanted))}\n"
-            "    fix: dataclasses.replace(cache, state=cache.state.mT)"
-        )
-    check_shapes(
-        "gdn",
-        widths,
-        x=(x, "B S D"),
-        q_conv=(q_conv, "(K E) I W"),
-        v_conv=(v_conv, "(H V) I W"),
-        cache_q=(cache.q, "B (K E) U"),
-        cache_k=(cache.k, "B (K E) U"),
-        cache_v=(cache.v, "B (H V) U"),
-        cache_state=(cache.state, "B H V E"),
-    )
-    for name in ("q", "k", "v", "state"):
-        leaf, dtype = getattr(cache, name), wide(x).dtype if name == "state" else x.dtype
-        if leaf.dtype != dtype:
-            raise TypeError(
-                f"gdn(cache=...): its {name} is in {leaf.dtype}, and for x in {x.dtype} it is in {dtype}\n"
-                f"    fix: empty_caches(..., dtype={x.dtype})"
-            )
 
 
 def gdn_project(params: GDN, x: Tensor, cfg: GDNConfig) -> Projected:

@@ -44,7 +44,7 @@ class Wire(Protocol):
         ...
 
     def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> Wire:
-        """The wire of a layer whose letters have these sizes in all (H, K, F), and whose queries see keys by these
+        """The wire of a layer whose letters have these sizes in all (H, K, F, W), and whose queries see keys by these
         rules."""
         ...
 
