@@ -6,7 +6,6 @@ import pytest
 import torch
 from meshfn import functional as F
 from meshfn import sharding as sh
-from meshfn.sharding import SpecError
 
 BY_HEADS = {name: f"B S/u {dims} -> B S {dims.replace('K', 'K/u')}" for name, dims in {
     "q": "K E", "k": "K E", "v": "(K G) V", "b": "(K G)", "a": "(K G) Y",
@@ -47,8 +46,3 @@ def test_a_layout_of_ones_own_is_the_layer(cfg, told):
     leaves, grad = [x, *F.tree.leaves(params)], torch.randn_like(wanted) * there[..., None]
     for a, b in zip(*(torch.autograd.grad(each, leaves, grad) for each in (found, wanted)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-
-
-def test_layouts_of_attention_are_refused_where_they_are_made():
-    with pytest.raises(SpecError, match="no rule for b, a, q_conv, k_conv, v_conv, a_log, dt_bias, which gdn passes"):
-        sh.shard(F.gdn, sh.ulysses("u"), sh.Mesh(u=2), S=S)

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import sharding as sh
 
@@ -75,60 +74,6 @@ def record_of(layout, axes, S=S, cfg=CFG, backward=True, **options):
     if backward:
         torch.autograd.grad(y.sum(), [x, *F.tree.leaves(params)])
     return record
-
-
-def shown(record, rank=0):
-    """The launches of a rank."""
-    return "\n".join(
-        f"{'backward' if e.call.backward else 'forward'}: {e.kind} over {'/'.join(e.axes)} of {', '.join(e.call.edges)}"
-        for e in record.of(rank) if e.what == "launch"
-    )  # fmt: skip
-
-
-def test_collectives_of_gdn_ulysses():
-    assert_expected_inline(
-        shown(record_of(sh.gdn_ulysses(), {"u": 2})),
-        """\
-forward: all-to-all over u of q, k, v, b, a
-forward: all-to-all over u of o
-backward: all-to-all over u of o
-backward: all-to-all over u of q, k, v, b, a""",
-    )
-
-
-def test_collectives_of_gdn_ulysses_within_tp():
-    assert_expected_inline(
-        shown(record_of(sh.gdn_ulysses(tp="tp"), {"tp": 2, "u": 2})),
-        """\
-forward: all-to-all over u of q, k, v, b, a
-forward: all-to-all over u of o
-forward: all-reduce over tp of out
-backward: all-reduce over tp of out
-backward: all-to-all over u of o
-backward: all-to-all over u of q, k, v, b, a""",
-    )
-
-
-def test_collectives_of_gdn_scan():
-    assert_expected_inline(
-        shown(record_of(sh.gdn_scan(), {"cp": 3})),
-        """\
-forward: all-to-all over cp of q, k, v
-forward: all-gather over cp of summary
-backward: reduce-scatter over cp of summary
-backward: all-to-all over cp of q, k, v""",
-    )
-
-
-def test_collectives_of_gdn_scan_over_two_axes():
-    assert_expected_inline(
-        shown(record_of(sh.gdn_scan("g", "u", overlap=True), {"u": 2, "g": 2})),
-        """\
-forward: all-to-all over g/u of q, k, v
-forward: all-gather over g/u of summary
-backward: reduce-scatter over g/u of summary
-backward: all-to-all over g/u of q, k, v""",
-    )
 
 
 def test_bytes_of_gdn_ulysses_are_the_formula():
