@@ -203,7 +203,7 @@ def _gates(met: _Met, cfg: GDNConfig) -> tuple[Tensor, Tensor]:
 def _rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, met: _Met, ends: tuple[Tensor, ...]
 ) -> tuple[Tensor, GDNCache | None]:
-    """The rule on all tokens: o `B S H V`, and the cache. ends: what convolutions keep of q, k and v for the next call."""
+    """The rule on all tokens: o `B S H V`, and the cache. ends: of q, k and v, what the convolutions keep."""
     o_BSHV, state = gated_delta_rule(
         q, k, v, g, beta, met.cache_state, positions=met.positions, segment_ids=met.segment_ids
     )
