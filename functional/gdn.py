@@ -305,10 +305,15 @@ def _project(
     names = ["q", "k", "v", "b", "a" if params.a_down is None else "a_down"]
     names += ["z" if params.z_down is None else "z_down"] * gated
     weights = [getattr(params, name) for name in names]
-    q, k, v, b, a, *gate = norm_linear(x, norm_weight, weights, [None] * len(weights), **options)
+    projected = norm_linear(x, norm_weight, weights, [None] * len(weights), **options)
+    z = None
+    if gated:
+        q, k, v, b, a, z = projected
+    else:
+        q, k, v, b, a = projected
     a = a if params.a_up is None else linear(a, params.a_up)
     q, k, v, a = (t.unflatten(-1, (-1, width)) for t, width in ((q, E), (k, E), (v, V), (a, Y)))
-    return q, k, v, _raised(params, gate[0], cfg) if gate else None, b, a
+    return q, k, v, None if z is None else _raised(params, z, cfg), b, a
 
 
 def _gate(params: GDN, x: Tensor, cfg: GDNConfig) -> Tensor:
