@@ -50,10 +50,11 @@ class Exchange(NamedTuple):
 class Plan:
     """What attention in a layout sends, computes and keeps. Prints as text; a notebook shows a table.
 
-    exchanges: in the order of their launch, forward and then backward. classes: ranks by what they do. order: launches,
-    waits, the core, and where a scan takes in the states before it, forward and backward. pending: for each input the
-    axes over which its gradient is a pending sum. volume: elements that the busiest rank receives forward, for each
-    token of a rank's share. notes: what is not in it. tokens: what `Rank.queries` and `Rank.keys` are numbers of.
+    facts: mesh, sizes, dtype, what queries see, options. exchanges: in the order of their launch, forward and then
+    backward. classes: ranks by what they do. order: launches, waits, the core, and where a scan takes in the states
+    before it, forward and backward. pending: for each input the axes over which its gradient is a pending sum. volume:
+    elements that the busiest rank receives forward, for each token of a rank's share. notes: what is not in it. tokens:
+    what `Rank.queries` and `Rank.keys` are numbers of.
     """
 
     title: str
@@ -147,7 +148,9 @@ class Plan:
         exchanges, work = list(self.rows()), list(self._work())
         table = [columns(exchanges, [False] * 4 + [True] * 3), [""]] if self.exchanges else []
         rows = columns(work, [False, True, True, True, True, True])
-        return "\n".join([self.title, *self.facts, "", *itertools.chain(*table), *rows, "", *self._below()])
+        return "\n".join(
+            [self.title, "     ".join(self.facts), "", *itertools.chain(*table), *rows, "", *self._below()]
+        )
 
     def __repr__(self) -> str:
         return str(self)
@@ -155,7 +158,7 @@ class Plan:
     def _repr_html_(self) -> str:
         exchanges, work = list(self.rows()), list(self._work())
         return html.figure([
-            html.lines([self.title, *self.facts]),
+            html.lines([self.title, "     ".join(self.facts)]),
             html.table(exchanges[0], exchanges[1:], [False] * 4 + [True] * 3),
             html.table(work[0], work[1:], [False] + [True] * 5),
             html.lines(self._below()),
@@ -240,13 +243,13 @@ def plan(
     sees += f", window {window}" * (window is not None)
     sees = "a state is carried" if recurrent else sees
     sees += f", {len(set(cu)) - 1} documents" if cu is not None else ""
-    options = "".join(f'     exchange="{layout.exchange}"' for _ in [0] if layout.exchange != "all")
+    options = [f'exchange="{layout.exchange}"'] if layout.exchange != "all" else []
     parts = math.prod(size_of(mesh.axes, x) for a in parse(edges["q"][0]).atoms if a.name in "BS" for x in a.axes)
     share = sizes["B"] * sizes["S"] / parts
     kind = str(dtype).removeprefix("torch.")
     return Plan(
         layout.name,
-        (f"mesh: {text_of(mesh.axes, *specs)}     sizes: {used}     {kind}     {sees}{options}",),
+        (f"mesh: {text_of(mesh.axes, *specs)}", f"sizes: {used}", kind, sees, *options),
         exchanges,
         tuple(made),
         _orders(made[0].events),

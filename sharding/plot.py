@@ -24,7 +24,8 @@ def plot(plan: Plan) -> Any:
     above.bar(places, [e.sends[0] for e in plan.exchanges], color="C1", width=0.5, label="least")
     above.set_xticks(list(places), names, fontsize=8)
     above.set_ylabel("bytes sent")
-    above.set_title(f"{plan.title}\n{plan.facts[0]}", fontsize=9)
+    facts = "     ".join(plan.facts)
+    above.set_title(f"{plan.title}\n{facts}", fontsize=9)
     above.legend(fontsize=8)
     memory = max(plan.classes, key=lambda found: found.peak).memory
     below.step(range(len(memory)), [n for _, n in memory], where="mid", color="C2")

@@ -114,7 +114,7 @@ class Stack:
         rows = columns(list(self._rows()), [False] + [True] * 6)
         blocks = itertools.chain(*(["", *block] for block in self._blocks()))
         between = f"between layers activations lie as {self.between}"
-        return "\n".join([self.title, *self.facts, between, *blocks, "", *rows, *self.notes])
+        return "\n".join([self.title, "     ".join(self.facts), between, *blocks, "", *rows, *self.notes])
 
     def __repr__(self) -> str:
         return str(self)
@@ -147,12 +147,12 @@ def stack(layout: Layout, mesh: Mesh, layers: Sequence[Mapping[str, int]], /, **
     ]  # fmt: skip
     specs = [parse(text) for _, chain in layout.chains for text in chain]
     facts = [f"mesh: {text_of(mesh.axes, *specs)}", f"sizes: {known({letter: options[letter] for letter in 'BS'})}"]
-    plain = next((kind.plan.facts[0] for kind in kinds if kind.part != "gdn"), kinds[0].plan.facts[0])
-    facts += plain.split("     ")[2:]  # dtype and what queries see
+    plain = next((kind.plan for kind in kinds if kind.part != "gdn"), kinds[0].plan)
+    facts += plain.facts[2:]  # dtype, what queries see, options
     between = next(chain[0] for edge, chain in layout.chains if edge.rsplit(".", 1)[-1] == "x")
     notes = tuple(dict.fromkeys(f"{NAMES[kind.part]}: {note}" for kind in kinds for note in kind.plan.notes))
     title = f"{len(layers)} layers by {layout.name}"
-    return Stack(title, ("     ".join(facts),), between, tuple(kinds), notes, mesh)
+    return Stack(title, tuple(facts), between, tuple(kinds), notes, mesh)
 
 
 def _kind(
