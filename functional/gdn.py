@@ -29,7 +29,7 @@ from .delta import gdn_gates
 from .gdn_config import GDN, GDNConfig
 from .norm import apply_norm, gated_rms_norm, linear, norm_in_front, norm_linear
 from .recurrence import gated_delta_rule, short_conv
-from .rows import tokens_of, zero_absent
+from .rows import check_together, tokens_of, zero_absent
 from .shapes import ShapeError, check_shapes
 from .tree import check_presence
 from .wire import Heads, Wire, edges, identity
@@ -109,6 +109,8 @@ def gdn(
     if cache is not None:
         _check_cache(params, x, cfg, cache, heads)
     states: list[Any] = [None] * 4 if cache is None else [cache.q, cache.k, cache.v, cache.state]
+    every = wire.all_of(q_positions=positions)  # on other ranks too
+    check_together("gdn", every)
     if positions is not None:
         positions = positions.expand(x.shape[:2])
     x_BSD = wire.pass_(x=zero_absent(x, tokens_of(x.shape[1], None, positions)))
@@ -125,9 +127,11 @@ def gdn(
     told: dict[str, Any] = {"activation": cfg.hidden_act, "positions": t_positions, "segment_ids": t_ids}
     front = v_BTHV.shape[1] - b_BSH.shape[1]  # tokens in front of this rank's own
     convs = states[:3]
-    if before is not None and front == before.q.shape[-1]:  # then no state is read behind tokens
-        unread_B = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
-        unread_B = unread_B if t_positions is None else (t_positions[:, :front] >= 0).all(1)
+    if before is not None and not wire.stays("summary"):
+        # No state is read behind tokens, nor in a row that begins anew, on whichever rank.
+        unread_B = torch.full(x.shape[:1], front == before.q.shape[-1], device=x.device)
+        if t_positions is not None and every is not None:
+            unread_B = (unread_B & (t_positions[:, :front] >= 0).all(1)) | (every == 0).any(1)
         convs = [each.masked_fill(unread_B[:, None, None], 0) for each in convs]
     q_BSKE, q_state = short_conv(q_BTKE, q_conv, convs[0], **told)
     k_BSKE, k_state = short_conv(k_BTKE, k_conv, convs[1], **told)

@@ -17,7 +17,16 @@ from torch import Tensor
 
 from .shapes import ShapeError, check_shapes
 
-__all__ = ["check_rows", "check_state", "document_of", "documents_before", "readable", "tokens_of", "zero_absent"]
+__all__ = [
+    "check_rows",
+    "check_state",
+    "check_together",
+    "document_of",
+    "documents_before",
+    "readable",
+    "tokens_of",
+    "zero_absent",
+]
 
 
 def check_rows(
@@ -85,6 +94,25 @@ def check_state(
         raise TypeError(
             f"{function}(initial_state=...): its dtype is {state.dtype}, where {dtype} is carried\n"
             f"    fix: initial_state.to({dtype})"
+        )
+
+
+def check_together(function: str, positions: Tensor | None) -> None:
+    """Raise `ValueError` where padding lies between the tokens of a row of positions `B|1 S`, which a convolution
+    would read."""
+    if positions is None or positions.shape[1] < 3:
+        return
+    there = positions >= 0
+    begins = there[:, :1].sum(1) + (there[:, 1:] & ~there[:, :-1]).sum(1)
+    if any(known := [n > 1 for n in readable(begins) or []]):
+        row = known.index(True)
+        tokens = readable(there[row])
+        first = tokens.index(True)
+        hole = tokens.index(False, first)
+        raise ValueError(
+            f"{function}(positions=...): padding lies between the tokens of row {row}, at token {hole}, and the "
+            "convolution reads it\n"
+            "    fix: bring the tokens of each row together, padding in front or behind"
         )
 
 

@@ -57,6 +57,15 @@ def made(make):
 SCANS = [(sh.gdn_scan(), {"cp": 2}), (sh.gdn_ulysses(), {"u": 2})]
 
 
+def test_padding_between_the_tokens_of_a_row():
+    """Of which a rank with its own tokens alone may see nothing."""
+    narrow = cases.config(conv_kernel_dim=2)
+    rows = torch.tensor([[*range(8)], [0, 1, -1, -1, 4, 5, 6, 7]])
+    for layout, axes in (*SCANS, (sh.gdn_scan(), {"cp": 4})):
+        said = refused(layout, axes, cfg=narrow, positions=rows)
+        assert said.startswith("gdn(positions=...): padding lies between the tokens of row 1, at token 2, and")
+
+
 @pytest.mark.parametrize(("layout", "axes"), SCANS)
 def test_documents_that_do_not_cover_the_tokens(layout, axes):
     assert_expected_inline(
