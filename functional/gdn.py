@@ -30,7 +30,7 @@ from .gdn_config import GDN, GDNConfig
 from .norm import apply_norm, gated_rms_norm, linear, norm_in_front, norm_linear
 from .recurrence import gated_delta_rule, short_conv
 from .rows import check_together, tokens_of, zero_absent
-from .shapes import ShapeError, check_shapes
+from .shapes import ShapeError, check_positions, check_shapes
 from .tree import check_presence
 from .wire import Heads, Wire, edges, identity
 
@@ -264,6 +264,7 @@ def _check(
         o_norm=(params.o_norm, "V"),
         o=(params.o, "D (K G V)"),
     )
+    check_positions("gdn", positions)
     if cache is not None and segment_ids is not None:
         raise ValueError("gdn: segment_ids with a cache\n    fix: give each document a row of the cache")
 

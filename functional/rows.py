@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shapes import ShapeError, check_shapes
+from .shapes import ShapeError, check_positions, check_shapes
 
 __all__ = [
     "check_rows",
@@ -43,6 +43,7 @@ def check_rows(
     sizes = {"B": batch, "S": tokens}
     given = {"lengths": (lengths, "B"), "positions": (positions, "B? S"), "segment_ids": (segment_ids, "B S")}
     check_shapes(function, sizes, **given)
+    check_positions(function, positions)
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError(
             f"{function}(segment_ids=...): cu_seqlens says already which documents there are\n"
