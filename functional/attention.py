@@ -25,7 +25,7 @@ from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
 from .norm import HeadNorm, Norm, NormConfig, apply_norm, linear, norm_in_front, norm_linear, normalize
 from .rope import RopeConfig, apply_rope, rope_tables
-from .shapes import ShapeError, check_positive, check_scale, check_shapes
+from .shapes import ShapeError, check_positions, check_positive, check_scale, check_shapes
 from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
@@ -194,6 +194,7 @@ def attention(
         o=(params.o, "D (H V)"),
         cache=(None if cache is None else cache.k, "B T K E"),
     )
+    check_positions("attention", positions)
     if sizes["H"] * cfg.num_key_value_heads != sizes["K"] * cfg.num_attention_heads:
         raise ShapeError(
             f"attention: the weights have {sizes['H']} query and {sizes['K']} key/value heads, the config "

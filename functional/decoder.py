@@ -28,7 +28,7 @@ from .mlp import MLP, MLPConfig, mlp
 from .moe import MoE, MoEConfig, Routing, moe
 from .norm import Norm, NormConfig, apply_norm, norm_in_front, norm_linear
 from .rope import RopeConfig, rope_tables
-from .shapes import check_positive, check_shapes
+from .shapes import check_positions, check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
 from .wire import Wire, edges, identity
 
@@ -260,6 +260,7 @@ def backbone(
         rope_positions=(rope_positions, "M B? S"),
         rope_length=(rope_length, "B?"),
     )
+    check_positions("decoder", positions)
     check_presence("decoder", params, cfg)
     refuse_dropout("decoder", "embd_pdrop", cfg.embd_pdrop, params)
     if len(params.layers) != len(cfg.layers):

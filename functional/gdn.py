@@ -30,7 +30,7 @@ from .gdn_checks import check, check_cache
 from .gdn_config import GDN, GDNConfig
 from .norm import apply_norm, gated_rms_norm, linear, norm_in_front, norm_linear
 from .recurrence import gated_delta_rule, short_conv
-from .rows import tokens_of, zero_absent
+from .rows import check_together, tokens_of, zero_absent
 from .tree import check_presence
 from .wire import Wire, edges, identity
 
@@ -108,6 +108,8 @@ def gdn(
     heads = wire.heads(of="v")
     if cache is not None:
         check_cache(params, x, cfg, cache, heads)
+    every = wire.all_of(q_positions=positions)  # on other ranks too
+    check_together("gdn", every)
     if positions is not None:
         positions = positions.expand(x.shape[:2])
     x_BSD = wire.pass_(x=zero_absent(x, tokens_of(x.shape[1], None, positions)))
@@ -115,12 +117,13 @@ def gdn(
     sent = wire.send(q=q, k=k, v=v, b=b, a=a)
     z = _gate(params, x_BSD, cfg) if z is None else z  # while they fly
     met = _receive(params, sent, positions, segment_ids, cache, wire)
-    (q, k, v), ends = _convolved(met, heads.kv_index, cfg.hidden_act)
+    in_parts = not wire.stays("summary")
+    (q, k, v), ends = _convolved(met, heads.kv_index, cfg.hidden_act, every if in_parts else None)
     g, beta_BSH = _gates(met, cfg)
-    if wire.stays("summary"):
-        o_BSHV, cache = _rule(q, k, v, g, beta_BSH, met, ends)
-    else:
+    if in_parts:
         o_BSHV, cache = _across(q, k, v, g, beta_BSH, met, ends, wire)
+    else:
+        o_BSHV, cache = _rule(q, k, v, g, beta_BSH, met, ends)
     o_sent, project_out = wire.send(o=o_BSHV), wire.projection(params.o)
     (o_BSHV,) = wire.receive(o_sent)
     return _out(params, project_out, o_BSHV, z, cfg, wire), cache
@@ -173,16 +176,22 @@ def _cache_of(met: _Met) -> GDNCache | None:
     return GDNCache(q=met.cache_q, k=met.cache_k, v=met.cache_v, state=met.cache_state)
 
 
-def _convolved(met: _Met, kv_index: Tensor | None, activation: str) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+def _convolved(
+    met: _Met, kv_index: Tensor | None, activation: str, every: Tensor | None
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """q, k and v of a rank's own tokens, and what each convolution keeps behind them. kv_index: of each value head the
-    key head that it reads, where heads were dealt out whatever keys they share."""
+    key head that it reads, where heads were dealt out whatever keys they share. every: positions of all tokens, where
+    a rank has some of them."""
     told: dict[str, Any] = {
         "activation": activation, "positions": met.t_positions, "segment_ids": met.t_segment_ids
     }  # fmt: skip
     front, states = _front(met), [met.cache_q, met.cache_k, met.cache_v]
-    if met.cache_q is not None and front == met.cache_q.shape[-1]:  # then no state is read behind tokens
-        unread_B = torch.ones(met.v.shape[0], dtype=torch.bool, device=met.v.device)
-        unread_B = unread_B if met.t_positions is None else (met.t_positions[:, :front] >= 0).all(1)
+    some = every is not None or front > 0
+    if met.cache_q is not None and some:
+        # No state is read behind tokens, nor in a row that begins anew, on whichever rank.
+        unread_B = torch.full(met.v.shape[:1], front == met.cache_q.shape[-1], device=met.v.device)
+        if met.t_positions is not None and every is not None:
+            unread_B = (unread_B & (met.t_positions[:, :front] >= 0).all(1)) | (every == 0).any(1)
         states = [None if each is None else each.masked_fill(unread_B[:, None, None], 0) for each in states]
     q_BSKE, q_state = short_conv(met.q, met.q_conv, states[0], **told)
     k_BSKE, k_state = short_conv(met.k, met.k_conv, states[1], **told)
@@ -196,7 +205,8 @@ def _convolved(met: _Met, kv_index: Tensor | None, activation: str) -> tuple[lis
 def _gates(met: _Met, cfg: GDNConfig) -> tuple[Tensor, Tensor]:
     """g `B S H`, or `B S H E` of channels, and beta `B S H`."""
     a_BSHY = met.a if cfg.channel_decay else met.a[..., 0]
-    g, beta_BSH = gdn_gates(a_BSHY, met.b, met.a_log, met.dt_bias.view(a_BSHY.shape[2:]))
+    bias = met.dt_bias.view(a_BSHY.shape[2:])
+    g, beta_BSH = gdn_gates(a_BSHY, met.b, met.a_log, bias)
     return g, 2 * beta_BSH if cfg.allow_neg_eigval else beta_BSH
 
 

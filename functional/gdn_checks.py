@@ -10,7 +10,7 @@ from torch import Tensor
 from .cache import GDNCache
 from .core import wide
 from .gdn_config import GDN, GDNConfig
-from .shapes import ShapeError, check_shapes
+from .shapes import ShapeError, check_positions, check_shapes
 from .wire import Heads
 
 __all__ = ["check", "check_cache"]
@@ -52,6 +52,7 @@ def check(
         o_norm=(params.o_norm, "V"),
         o=(params.o, "D (K G V)"),
     )
+    check_positions("gdn", positions)
     if cache is not None and segment_ids is not None:
         raise ValueError("gdn: segment_ids with a cache\n    fix: give each document a row of the cache")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .cache import LatentCache
 from .mla_config import MLA, MLAConfig
-from .shapes import ShapeError, check_shapes
+from .shapes import ShapeError, check_positions, check_shapes
 
 __all__ = ["check_call", "check_latents", "check_range"]
 
@@ -52,6 +52,7 @@ def check_call(
         segment_ids=(segment_ids, "B S"),
         cache=(None if cache is None else cache.latent, "B T LR"),
     )
+    check_positions("mla", positions)
     if cache is not None:
         if cache.latent.dtype != x.dtype:
             raise TypeError(f"mla(cache=...): its dtype is {cache.latent.dtype}, that of x {x.dtype}")

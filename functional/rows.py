@@ -15,9 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .shapes import ShapeError, check_shapes
+from .shapes import ShapeError, check_positions, check_shapes
 
-__all__ = ["check_rows", "check_state", "document_of", "documents_before", "readable", "tokens_of", "zero_absent"]
+__all__ = [
+    "check_rows",
+    "check_state",
+    "check_together",
+    "document_of",
+    "documents_before",
+    "readable",
+    "tokens_of",
+    "zero_absent",
+]
 
 
 def check_rows(
@@ -34,6 +43,7 @@ def check_rows(
     sizes = {"B": batch, "S": tokens}
     given = {"lengths": (lengths, "B"), "positions": (positions, "B? S"), "segment_ids": (segment_ids, "B S")}
     check_shapes(function, sizes, **given)
+    check_positions(function, positions)
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError(
             f"{function}(segment_ids=...): cu_seqlens says already which documents there are\n"
@@ -85,6 +95,25 @@ def check_state(
         raise TypeError(
             f"{function}(initial_state=...): its dtype is {state.dtype}, where {dtype} is carried\n"
             f"    fix: initial_state.to({dtype})"
+        )
+
+
+def check_together(function: str, positions: Tensor | None) -> None:
+    """Raise `ValueError` where padding lies between the tokens of a row of positions `B|1 S`, which a convolution
+    would read."""
+    if positions is None or positions.shape[1] < 3:
+        return
+    there = positions >= 0
+    begins = there[:, :1].sum(1) + (there[:, 1:] & ~there[:, :-1]).sum(1)
+    if any(known := [n > 1 for n in readable(begins) or []]):
+        row = known.index(True)
+        tokens = readable(there[row])
+        first = tokens.index(True)
+        hole = tokens.index(False, first)
+        raise ValueError(
+            f"{function}(positions=...): padding lies between the tokens of row {row}, at token {hole}, and the "
+            "convolution reads it\n"
+            "    fix: bring the tokens of each row together, padding in front or behind"
         )
 
 

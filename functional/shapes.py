@@ -12,7 +12,16 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["ShapeError", "check_positive", "check_scale", "check_shapes", "letters", "parse", "shape_of"]
+__all__ = [
+    "ShapeError",
+    "check_positions",
+    "check_positive",
+    "check_scale",
+    "check_shapes",
+    "letters",
+    "parse",
+    "shape_of",
+]
 
 
 class ShapeError(ValueError):
@@ -68,6 +77,15 @@ def shape_of(spec: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
             size *= sizes[letter]
         shape.append(size)
     return tuple(shape)
+
+
+def check_positions(function: str, positions: Tensor | None) -> None:
+    """Raise `TypeError` for positions that cannot be below 0, which is what padding is: a mask most likely."""
+    if positions is not None and not positions.dtype.is_signed:
+        raise TypeError(
+            f"{function}(positions=...): places in a row are needed, -1 for padding, not {positions.dtype}\n"
+            "    fix: torch.where(mask > 0, mask.cumsum(-1) - 1, -1) if it is a mask, true where a token is"
+        )
 
 
 def check_positive(what: str, **values: Any) -> None:

@@ -70,6 +70,11 @@ class Wire(Protocol):
         those gradients fly of what is received between this and the call."""
         ...
 
+    def all_of(self, **named: Tensor | None) -> Tensor | None:
+        """Of a value that every rank has of all tokens of its rows (`q_positions`), all of it; None where there is
+        none."""
+        ...
+
     def place(self, name: str) -> int:
         """Which of the parts of an edge that are gathered this rank's own is."""
         ...
@@ -106,6 +111,9 @@ class Identity:
 
     def projection(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         return functools.partial(linear, weight=weight)
+
+    def all_of(self, **named: Tensor | None) -> Tensor | None:
+        return next(iter(named.values()))
 
     def place(self, name: str) -> int:
         return 0

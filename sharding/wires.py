@@ -94,6 +94,10 @@ class LayoutWire:
         index = None if found.kv_index is None else torch.tensor(found.kv_index, device=self.device)
         return Heads(found.offset, found.local, index, found.groups)
 
+    def all_of(self, **named: Tensor | None) -> Tensor | None:
+        ((name, x),) = named.items()
+        return None if x is None else self.whole.get(name)
+
     def place(self, name: str) -> int:
         return place_of(self.axes, rules.split_over(self._chain(name)[0]), self.rank)
 

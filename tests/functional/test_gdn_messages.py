@@ -232,7 +232,7 @@ gdn(positions=...): S is 9 in x but 8 in positions
     assert_expected_inline(
         refused(positions=torch.tensor([[0, 1, -1, 2, 3, 4, 5, 6, 7]])),
         """\
-causal_conv(positions=...): padding lies between the tokens of a row, and the convolution reads it
+gdn(positions=...): padding lies between the tokens of row 0, at token 2, and the convolution reads it
     fix: bring the tokens of each row together, padding in front or behind""",
     )
     ids = torch.zeros(2, 9, dtype=torch.int64)

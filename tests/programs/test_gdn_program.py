@@ -186,7 +186,7 @@ decode   B=2 S=1 T<=224
   before the layers
     x                       embedding         2 1 48     reads         384 B  compiler
   layers[0..1] x2, each reads 172.6 KiB and writes 36.0 KiB
-    q k v b z a             norm_linear       2 1 48     reads      79.7 KiB  gemv
+    q k v b a z             norm_linear       2 1 48     reads      79.7 KiB  gemv
     q_BSKE q_state          short_conv        2 1 2 24   reads       1.9 KiB  compiler (no cpu kernel)
     k_BSKE k_state          short_conv        2 1 2 24   reads       1.9 KiB  compiler (no cpu kernel)
     v_BSHV v_state          short_conv        2 1 4 40   reads       6.2 KiB  compiler (no cpu kernel)

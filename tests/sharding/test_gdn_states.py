@@ -113,6 +113,21 @@ def test_rows_that_begin_anew_go_on_or_have_no_token(layout, axes):
     compare(two, one, [x, *F.tree.leaves(cache), *F.tree.leaves(params)])
 
 
+@pytest.mark.parametrize(("layout", "axes"), [
+    (sh.gdn_ulysses(dp="dp"), {"dp": 2, "u": 2}), (sh.gdn_scan(), {"cp": 4}), (sh.gdn_scan("g", "u"), {"u": 2, "g": 3})
+])  # fmt: skip
+def test_a_row_begins_anew_wherever_it_holds_position_0(layout, axes):
+    """Though it be on a later rank: those before read nothing of the cache either."""
+    rows = [[5, 6, 7, 8, 9, 0, 1, 2, 3], [5, 0, 1, 2, 3, 4, 5, 6, 7], [-1, -1, 5, 6, 7, 8, 0, -1, -1], [*range(3, 12)]]
+    cfg, positions = config(2, 2), torch.tensor(rows)
+    params, x, cache = made(cfg, len(rows), 9)
+    y, new = F.gdn(params, x, cfg, cache=cache, positions=positions)
+    z, ours = run(layout, sh.Mesh(**axes), 9)(params, x, cfg, cache=cache, positions=positions)
+    absent = (positions < 0)[..., None]
+    one, two = ([y.masked_fill(absent, 0), *F.tree.leaves(c)] for y, c in ((y, new), (z, ours)))
+    compare(two, one, [x, *F.tree.leaves(cache), *F.tree.leaves(params)])
+
+
 def test_a_rank_has_its_heads_of_a_cache_or_all_of_it():
     cfg = config(2, 3)
     params, x, cache = made(cfg, 1, 8)

@@ -57,6 +57,39 @@ def made(make):
 SCANS = [(sh.gdn_scan(), {"cp": 2}), (sh.gdn_ulysses(), {"u": 2})]
 
 
+def test_a_mask_in_the_place_of_positions():
+    """Of which every entry would be a token."""
+    mask = torch.arange(8) < torch.tensor([[8], [5]])
+    positions = torch.where(mask > 0, mask.cumsum(-1) - 1, -1)
+    assert positions[1].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+    said = [refused(layout, axes, positions=mask) for layout, axes in SCANS]
+    said += [refused_model(sh.beside(sh.ulysses(), sh.gdn_ulysses()), {"u": 2}, DELTA, PLAIN, positions=mask)]
+    q, v, g = torch.zeros(2, 8, 1, 3), torch.zeros(2, 8, 1, 5), torch.zeros(2, 8, 1)
+    said += [made(lambda: F.gated_delta_rule_scan(q, q, v, g, g, positions=mask))]
+    said += [made(lambda: F.causal_conv(g, torch.ones(1, 2), positions=mask.to(torch.uint8)))]
+    assert_expected_inline(
+        "\n".join(dict.fromkeys(said)),
+        """\
+gdn(positions=...): places in a row are needed, -1 for padding, not torch.bool
+    fix: torch.where(mask > 0, mask.cumsum(-1) - 1, -1) if it is a mask, true where a token is
+decoder(positions=...): places in a row are needed, -1 for padding, not torch.bool
+    fix: torch.where(mask > 0, mask.cumsum(-1) - 1, -1) if it is a mask, true where a token is
+gated_delta_rule_scan(positions=...): places in a row are needed, -1 for padding, not torch.bool
+    fix: torch.where(mask > 0, mask.cumsum(-1) - 1, -1) if it is a mask, true where a token is
+causal_conv(positions=...): places in a row are needed, -1 for padding, not torch.uint8
+    fix: torch.where(mask > 0, mask.cumsum(-1) - 1, -1) if it is a mask, true where a token is""",
+    )
+
+
+def test_padding_between_the_tokens_of_a_row():
+    """Of which a rank with its own tokens alone may see nothing."""
+    narrow = cases.config(conv_kernel_dim=2)
+    rows = torch.tensor([[*range(8)], [0, 1, -1, -1, 4, 5, 6, 7]])
+    for layout, axes in (*SCANS, (sh.gdn_scan(), {"cp": 4})):
+        said = refused(layout, axes, cfg=narrow, positions=rows)
+        assert said.startswith("gdn(positions=...): padding lies between the tokens of row 1, at token 2, and")
+
+
 @pytest.mark.parametrize(("layout", "axes"), SCANS)
 def test_documents_that_do_not_cover_the_tokens(layout, axes):
     assert_expected_inline(
