@@ -16,6 +16,9 @@ from meshfn import sharding as sh
 
 from . import gdn_cases as cases
 from . import gloo
+from . import test_latent_models as latents
+from . import test_recurrent_models as models
+from .attention_cases import ids_of
 from .gloo import mesh_of
 from .test_latent_processes import close, own
 
@@ -27,7 +30,7 @@ def two():
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [random_layouts])
+    return gloo.run(4, [random_layouts, hybrids])
 
 
 @functools.cache
@@ -82,6 +85,49 @@ def test_random_layouts(ranks, request):
             assert right, f"rank {rank}: {case}"
             assert gloo.facts(events) == gloo.facts(record.of(rank)), f"{case}"
     assert sum(len(events) > 0 for _, events in results[0]) >= 25
+
+
+def hybrids():
+    """The furthest that a rank is from one rank with everything, in loss and gradients of decoders of both kinds."""
+    cfg, whole = latents.model((models.DELTA, latents.MLP), (models.PLAIN, latents.MOE), (models.KIMI, latents.MLP))
+    ids, cu, errors = torch.randint(0, 31, (4, 13)), [0, 3, 4, 11, 13], {}
+    targets = torch.full_like(ids, -100)
+    for a, b in itertools.pairwise(cu):
+        targets[:, a : b - 1] = ids[:, a + 1 : b]
+    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cu)])[None]
+    total, count = F.next_token_loss(whole, ids, cfg, targets, positions=positions, segment_ids=ids_of(cu, 4))
+    dense = torch.autograd.grad(total / count, F.tree.leaves(whole))
+    dense = F.tree.unflatten(F.tree.structure(whole), dense)
+    for layout, axes in HYBRIDS:
+        mesh = mesh_of(**axes)
+        loss_of = sh.shard(F.next_token_loss, layout, mesh, S=13)
+        specs, tokens = loss_of.specs(whole, cfg), layout["tokens"][0]
+        params = F.tree.map(own, sh.cut(whole, specs, mesh))
+        batch = sh.shard_batch(ids, None, None, cu, tokens, mesh)
+        mine, _ = loss_of(params, batch.tokens, cfg, batch.labels, cu_seqlens=cu)
+        loss = sh.counted_once(mine, tokens, mesh) / batch.count
+        grads = torch.autograd.grad(loss, F.tree.leaves(params), allow_unused=True)
+        grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, F.tree.leaves(params), strict=True)]
+        grads = sh.sum_gradients(F.tree.unflatten(F.tree.structure(params), grads), specs, mesh)
+        everywhere = sh.reshard(loss.detach()[None], f"D +{'+'.join(axes)} -> D", mesh)
+        pairs = zip(F.tree.leaves(grads), F.tree.leaves(sh.cut(dense, specs, mesh)), strict=True)
+        errors[layout.name] = max(
+            (everywhere - total / count).abs().item(), *((a - b).abs().max().item() for a, b in pairs)
+        )
+    return errors
+
+
+HYBRIDS = [
+    (sh.beside(sh.ulysses(tp="tp"), sh.gdn_ulysses(tp="tp")), {"tp": 2, "u": 2}),
+    (sh.beside(sh.hybrid(), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
+    (sh.beside(sh.all_gather(dp="dp", exchange="needed"), sh.gdn_scan("g", dp="dp")), {"dp": 2, "g": 2}),
+]
+
+
+def test_hybrid_models(four):
+    for errors in four["hybrids"]:
+        assert errors.keys() == {layout.name for layout, _ in HYBRIDS}
+        assert max(errors.values()) < 1e-11, errors
 
 
 def compiled():
