@@ -17,6 +17,7 @@ from meshfn import sharding as sh
 from . import gloo
 from . import latent_cases as cases
 from .gloo import mesh_of
+from .layer_cases import check, own, ran
 
 
 @pytest.fixture(scope="module")
@@ -39,52 +40,13 @@ def chosen(ranks):
 
 
 def random_layouts():
-    found = []
-    for case in chosen(dist.get_world_size()):
-        mesh, S = mesh_of(**case.axes), case.sizes["S"]
-        record = sh.trace(mesh)
-        layer = sh.shard(F.mla, case.layout, record.mesh, S=S)
-        specs, ends = layer.specs(case.params, case.cfg), case.layout["out"][-1]
-        params = F.tree.map(own, sh.cut(case.params, specs, mesh))
-        x = own(sh.cut(case.x, ends, mesh))
-        given = {"params": case.params, "x": case.x, "cfg": case.cfg, **case.options}
-        rows = {name: spec for name, spec in layer.in_specs(given).items() if name in case.options and spec is not None}
-        options = {n: sh.cut(o, rows[n], mesh) if n in rows else o for n, o in case.options.items()}
-        y, _ = layer(params, x, case.cfg, **options)
-        leaves = [x, *F.tree.leaves(params)]
-        loss = sh.counted_once((y * sh.cut(case.grad, ends, mesh)).sum(), ends, mesh)
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-        grads = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, leaves, strict=True)]
-        summed = sh.sum_gradients(F.tree.unflatten(F.tree.structure(params), grads[1:]), specs, mesh)
-
-        want, wanted = cases.dense(case)
-        right = F.tree.unflatten(F.tree.structure(case.params), wanted[1:])
-        of_x = sh.sum_gradients(grads[0], ends, mesh)  # ranks that share tokens have a part each
-        pairs = [(y, sh.cut(want, ends, mesh)), (of_x, sh.cut(wanted[0], ends, mesh))]
-        pairs += zip(F.tree.leaves(summed), F.tree.leaves(sh.cut(right, specs, mesh)), strict=True)
-        found.append((all(close(a, b) for a, b in pairs), record.events))
-    return found
-
-
-def own(x):
-    return x.detach().clone().requires_grad_()
-
-
-def close(a, b):
-    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-11, atol=1e-12))
+    return [ran(case, F.mla, cases.dense) for case in chosen(dist.get_world_size())]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_layouts(ranks, request):
     results = request.getfixturevalue({2: "two", 4: "four"}[ranks])["random_layouts"]
-    for i, case in enumerate(chosen(ranks)):
-        record = sh.trace(sh.Mesh(**case.axes))
-        cases.sharded(case, record.mesh)
-        for rank, of_rank in enumerate(results):
-            right, events = of_rank[i]
-            assert right, f"rank {rank}: {case}"
-            assert gloo.facts(events) == gloo.facts(record.of(rank)), f"{case}"
-    assert sum(len(events) > 0 for _, events in results[0]) >= 20
+    check(results, chosen(ranks), cases.sharded, 20)
     assert len({case.layout.name.split("(")[0] for case in chosen(ranks)}) == 3
 
 
