@@ -26,7 +26,19 @@ from .loss import cross_entropy
 from .mla import MLA, MLAConfig, mla, mla_costs, mla_expand, mla_latents, mla_output, mla_queries, mla_rotary
 from .mlp import ACTIVATIONS, MLP, MLPConfig, gated_mlp, mlp, plain_mlp
 from .moe import MoE, MoEConfig, Routing, balance_loss, expert_counts, moe, route
-from .norm import HeadNorm, Norm, NormConfig, gated_rms_norm, layer_norm, linear, norm_linear, normalize, rms_norm
+from .norm import (
+    HeadNorm,
+    Norm,
+    NormConfig,
+    add_norm,
+    gated_rms_norm,
+    layer_norm,
+    linear,
+    linear_add,
+    norm_linear,
+    normalize,
+    rms_norm,
+)
 from .rope import RopeConfig, apply_rope, rope_tables
 from .sampling import Controls, draw, greedy, penalize, sample, sample_advance, uniform, warp
 from .shapes import ShapeError
@@ -60,6 +72,7 @@ __all__ = [
     "ShapeError",
     "TreeError",
     "absorbed_attention",
+    "add_norm",
     "apply_rope",
     "attention",
     "backbone",
@@ -90,6 +103,7 @@ __all__ = [
     "layer",
     "layer_norm",
     "linear",
+    "linear_add",
     "logits",
     "mla",
     "mla_costs",

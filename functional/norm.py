@@ -32,10 +32,12 @@ __all__ = [
     "HeadNorm",
     "Norm",
     "NormConfig",
+    "add_norm",
     "apply_norm",
     "gated_rms_norm",
     "layer_norm",
     "linear",
+    "linear_add",
     "norm_in_front",
     "norm_linear",
     "normalize",
@@ -191,6 +193,37 @@ def norm_linear(
         options = {"norm_type": norm_type, "eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
         x = normalize(x, norm_weight, norm_bias, **options)  # type: ignore[arg-type]
     return [tnf.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+
+@primitive
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x `... D`, weight `F D`, residual `... F`, bias `F` -> residual + (x W^T + bias), `... F`.
+
+    What ends a block, as one node: a program's graph has it where nothing stands between the three (`programs/join`).
+    The bias is added by itself, since a sum over ranks may come in front of it.
+    """
+    check_shapes("linear_add", x=(x, "... D"), weight=(weight, "F D"), residual=(residual, "... F"), bias=(bias, "F"))
+    y = tnf.linear(x, weight)
+    return residual + (y if bias is None else y + bias)
+
+
+@primitive
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm_type: str = "rms_norm",
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    scale_in_fp32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x and residual `... D`, weight and bias `D` -> the sum, normalised as by `normalize`, and the sum, `... D`."""
+    check_shapes("add_norm", x=(x, "... D"), residual=(residual, "... D"), weight=(weight, "D"), bias=(bias, "D"))
+    total = x + residual
+    options = {"norm_type": norm_type, "eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
+    return normalize(total, weight, bias, **options), total  # type: ignore[arg-type]
 
 
 def apply_norm(x: Tensor, params: Norm | HeadNorm | None, cfg: NormConfig | None) -> Tensor:

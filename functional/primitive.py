@@ -8,6 +8,7 @@ decomposes into the function's own operations and the compiler fuses them. `torc
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -31,6 +32,11 @@ def primitive(fn: Callable[P, R], *, differentiable: bool = True) -> Callable[P,
     not find within an operator under `torch.compile`; it is one node then where no gradient is taken, and else inlined.
     """
     name = fn.__name__
+    if "wire" in inspect.signature(fn).parameters:
+        raise TypeError(
+            f"primitive({name}): a primitive is one node of a graph, so a layout could not reach the edges of its wire\n"
+            "    fix: make primitives of what lies between two edges"
+        )
     PRIMITIVES[name] = fn
     _library.define(name + torch.library.infer_schema(fn, mutates_args=()))
     _library.impl(name, fn, "CompositeImplicitAutograd")

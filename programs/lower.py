@@ -16,15 +16,17 @@ from torch import fx
 
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .cpu import CPU_KERNELS
+from .cuda import CUDA_KERNELS
 from .dynamo import op_name, region_of, value_of
+from .join import join
 from .kernel import Call, Kernel
 from .sizes import Target
 
-__all__ = ["KERNELS", "choose", "lower", "primitive_name", "share_read", "walk", "with_table"]
+__all__ = ["KERNELS", "choose", "join_all", "lower", "primitive_name", "share_read", "walk", "with_table"]
 
 
 # device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.
-KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType({"cpu": CPU_KERNELS, "cuda": ()})
+KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType({"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS})
 
 
 def with_table(target: Target, extra: Sequence[Kernel]) -> tuple[Kernel, ...]:
@@ -86,8 +88,18 @@ def walk(graph: fx.GraphModule) -> Iterator[fx.Node]:
             yield from walk(called[0])
 
 
+def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...]) -> None:
+    """Make the larger primitives of which a kernel computes more at once, within `graph` and its regions."""
+    if not any(kernel.primitive in ("linear_add", "add_norm") for kernel in kernels):
+        return
+    for each in {node.graph for node in walk(graph)}:
+        while join(each, lambda node: choose(node, target, kernels)[0] is not None):
+            pass
+
+
 def lower(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...]) -> list[str]:
     """Put kernels in place, within `graph`; return a line for each primitive that has none."""
+    join_all(graph, target, kernels)
     left = []
     changed = set()
     for node in list(walk(graph)):

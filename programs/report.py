@@ -21,7 +21,7 @@ from ..functional.mla import is_absorbed
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .kernel import Kernel
-from .lower import choose, lower, primitive_name, share_read
+from .lower import choose, join_all, lower, primitive_name, share_read
 from .model import Model, count_text
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -194,6 +194,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         graph = Graph(name, dynamo.capture(steps[name], *packed(params, caches), *inputs), paths)
         length = sizes.chunk if name == "prefill" else 1
         header = f"B={sizes.batch} S={length} T<={sizes.slots - 1}"
+        join_all(graph.module, target, tuple(kernels))
         blocks = tuple(_Reader(graph, target, tuple(kernels), compiled).blocks())
         left = lower(graph.module, target, tuple(kernels))
         notes = _ways(model.config, sizes, length, target.dtype)

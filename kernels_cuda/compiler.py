@@ -1,0 +1,150 @@
+"""CUDA C++ text to cubins, by NVRTC, without a GPU, a driver or a compiler of one's own; kept on disk.
+
+A cubin is found again by its text, the text of what it includes, its name, the options, the architecture and NVRTC's
+version. Two processes that build one at once both write it, each under a name of its own first, so that neither reads
+half of it; one that dies leaves such a file behind, which nobody reads. A damaged entry is built again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ARCHITECTURES", "Cubin", "CompileError", "compile_kernel", "missing"]
+
+HERE = Path(__file__).parent
+# What the kernels are compiled for in the tests; any later one is compiled at its first use.
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+_OPTIONS = {"std": "c++17", "ptxas_options": "-v"}
+
+
+class CompileError(RuntimeError):
+    """NVRTC's own message, with the kernel's file and line."""
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """code: the binary. symbol: the kernel's name in it. registers: of a thread. shared_bytes: static, of a block.
+    spilled_bytes: what does not fit in registers and is stored, of a thread."""
+
+    code: bytes
+    symbol: str
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here, with what to install; None where it can."""
+    try:
+        import cuda.core  # noqa: F401
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        return f"NVRTC is not here ({first})\n    fix: pip install 'meshfn[cuda]'"
+    return None
+
+
+def compile_kernel(source: str, name: str, arch: str, *, cache: Path | None = None) -> Cubin:
+    """source: a file of this folder. name: the kernel as C++ calls it, such as "gemv<bf16, 8, 1, 2>". arch: "sm_90".
+    cache: the folder of cubins, the user's unless given. Raises `CompileError`, and `RuntimeError` without NVRTC."""
+    folder = _cache_folder() if cache is None else cache
+    path = folder / f"{_key(source, name, arch)}.cubin"
+    found = _read(path)
+    if found is None:
+        found = _build(source, name, arch)
+        _write(path, found)
+    return found
+
+
+def _build(source: str, name: str, arch: str) -> Cubin:
+    if (problem := missing()) is not None:
+        raise RuntimeError(f"compile_kernel({name}): {problem}")
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    include = {"include_path": str(HERE), "use_bundled_headers": True}
+    options = ProgramOptions(arch=arch, name=source, **_OPTIONS, **include)
+    try:
+        built = Program((HERE / source).read_text(), "c++", options).compile(
+            "cubin", name_expressions=(name,), logs=log
+        )
+    except Exception as error:  # the class is private
+        if "NVRTC" not in type(error).__name__:
+            raise
+        raise CompileError(f"{source}, {name}, {arch}:\n{error}") from error
+    symbol = built.symbol_mapping[name]
+    symbol = symbol.decode() if isinstance(symbol, bytes) else symbol
+    return Cubin(built.code, symbol, *_resources(log.getvalue()))
+
+
+def _resources(log: str) -> tuple[int, int, int]:
+    """Registers, static shared bytes, spilled bytes, as ptxas tells them of the one kernel."""
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        raise RuntimeError(f"ptxas did not say what the kernel needs:\n{log}")
+    shared, spilled = re.search(r"(\d+) bytes smem", log), re.search(r"(\d+) bytes spill stores", log)
+    return int(registers[1]), int(shared[1]) if shared else 0, int(spilled[1]) if spilled else 0
+
+
+def _key(source: str, name: str, arch: str) -> str:
+    said = [_text(source), name, arch, json.dumps(_OPTIONS), _version()]
+    return hashlib.sha256("\0".join(said).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _text(source: str) -> str:
+    """A file's text with that of all it may include."""
+    headers = sorted(HERE.glob("*.cuh"))
+    return "\0".join(path.read_text() for path in (HERE / source, *headers))
+
+
+@functools.cache
+def _version() -> str:
+    if (problem := missing()) is not None:
+        raise RuntimeError(problem)
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "meshfn" / "cubins"
+
+
+def _read(path: Path) -> Cubin | None:
+    """None where there is none, or what is there is not what was written."""
+    try:
+        head, _, code = path.read_bytes().partition(b"\n")
+        told: dict[str, Any] = json.loads(head)
+        digest = told.pop("sha256")
+        return Cubin(code, **told) if digest == hashlib.sha256(code).hexdigest() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path, cubin: Cubin) -> None:
+    told = asdict(cubin)
+    code = told.pop("code")
+    told["sha256"] = hashlib.sha256(code).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(told).encode() + b"\n" + code)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,59 @@
+"""Launching on a GPU, on torch's current stream. As thin as it can be: nothing here runs without one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compiler import compile_kernel
+from .launch import Launch
+
+__all__ = ["execute", "scratch"]
+
+
+def execute(launch: Launch) -> None:
+    """Enqueue a launch. In a captured graph a programmatic one may overlap with the kernel in front of it; outside of
+    one it does not, since a kernel there may be an optimizer's, which writes the weights that are read ahead."""
+    from cuda.core import LaunchConfig, Stream
+    from cuda.core import launch as enqueue
+
+    device = next(x.device for x in launch.args if isinstance(x, Tensor))
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device)
+        config = LaunchConfig(
+            grid=launch.grid,
+            block=launch.block,
+            shmem_size=launch.shared_bytes,
+            is_cooperative=launch.cooperative,
+            programmatic_stream_serialization=launch.programmatic and torch.cuda.is_current_stream_capturing(),
+        )
+        args = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in launch.args]
+        enqueue(
+            Stream.from_handle(stream.cuda_stream), config, _kernel(launch.source, launch.name, device.index), *args
+        )
+
+
+@functools.cache
+def _kernel(source: str, name: str, device: int) -> Any:
+    from cuda.core import Device, ObjectCode
+
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = compile_kernel(source, name, f"sm_{major}{minor}")
+    Device(device).set_current()
+    return ObjectCode.from_cubin(cubin.code, name=name).get_kernel(cubin.symbol)
+
+
+# (device, stream) -> counters, all zero between launches: each kernel leaves them as it found them.
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def scratch(device: torch.device, counters: int) -> Tensor:
+    """`counters` zeros, the same memory for all launches of one stream, which follow one another."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _counters.get((device, stream))
+    if found is None or len(found) < counters:
+        found = _counters[device, stream] = torch.zeros(max(counters, 1024), dtype=torch.int32, device=device)
+    return found

@@ -1,0 +1,217 @@
+"""A few tokens through one to four weights: `gemv.cu`, and the primitives it serves.
+
+Letters: N tokens, D width, F_i output width of the i-th weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import functional as F
+from .device import scratch
+from .launch import Launch
+from .ops import Op, composite, define, vector_length
+from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule, tokens_of
+
+__all__ = ["MOST_TOKENS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
+
+# With more, a product by tensor cores reads a weight as fast.
+MOST_TOKENS = 8
+MOST_WEIGHTS = 4
+_ENDS = ("plain", "act", "gated", "residual")
+_ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu2")
+# (zero_centered, scale_in_fp32) -> the kernel's name of it
+_NORMS = {
+    (False, False): "RMS",
+    (True, False): "RMS_ZERO_CENTERED",
+    (False, True): "RMS_IN_FP32",
+    (True, True): "RMS_ZERO_CENTERED_IN_FP32",
+}
+# Blocks share the columns of a weight of so few rows that there would be fewer than this many of them.
+_ENOUGH_BLOCKS = 256
+
+
+def _reference(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    w0: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    w3: Tensor | None,
+    b0: Tensor | None,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b3: Tensor | None,
+    residual: Tensor | None,
+    *,
+    end: str,
+    activation: str | None,
+    eps: float,
+    zero_centered: bool,
+    scale_in_fp32: bool,
+) -> Tensor:
+    """x `N D`, norm_weight `D`, w_i `F_i D`, b_i `F_i`, residual `N F_0` -> `N F`, the results side by side.
+
+    end: "plain", "act" (act(y)), "gated" (act(y_0) y_1, of two equally wide weights) or "residual" (residual + y).
+    """
+    norm: dict[str, Any] = {"eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
+    if end == "gated":
+        assert w1 is not None
+        assert activation is not None
+        return F.gated_mlp(x, norm_weight, w0, w1, b0, b1, activation=activation, **norm)
+    if end == "act":
+        assert activation is not None
+        return F.plain_mlp(x, norm_weight, w0, b0, activation=activation, **norm)
+    if end == "residual":
+        assert residual is not None
+        return F.linear_add(x, w0, residual, b0)
+    there = [(w, b) for w, b in zip((w0, w1, w2, w3), (b0, b1, b2, b3), strict=True) if w is not None]
+    found = F.norm_linear(x, norm_weight, [w for w, _ in there], [b for _, b in there], **norm)
+    return torch.cat(found, -1)
+
+
+def _outputs(x: Tensor, norm_weight: Any, w0: Tensor, *rest: Any, end: str, **options: Any) -> Tensor:
+    widths = [w0.shape[0]] if end == "gated" else [w.shape[0] for w in (w0, *rest[:3]) if w is not None]
+    return x.new_empty(x.shape[0], sum(widths))
+
+
+def _launches(
+    out: Tensor,
+    x: Tensor,
+    norm_weight: Tensor | None,
+    w0: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    w3: Tensor | None,
+    b0: Tensor | None,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b3: Tensor | None,
+    residual: Tensor | None,
+    *,
+    end: str,
+    activation: str | None,
+    eps: float,
+    zero_centered: bool,
+    scale_in_fp32: bool,
+) -> list[Launch]:
+    weights = [w0, w1, w2, w3]
+    (tokens, width), outputs = x.shape, out.shape[1]
+    vector = vector_length(None, x, norm_weight, *weights)
+    # As many rows a block as keep their sums and a few loads in registers.
+    rows = 2 if tokens <= 2 else 4
+    taken = rows // 2 if end == "gated" else rows
+    blocks = -(-outputs // taken)
+    # By the weight's shape alone, so that a sum is the same whatever the number of tokens.
+    shares = max(1, min(8, _ENOUGH_BLOCKS // max(1, -(-outputs // 2)), width // (128 * vector)))
+    norm = "NO_NORM" if norm_weight is None else _NORMS[zero_centered, scale_in_fp32]
+    room = 1 << max(0, tokens - 1).bit_length()
+    partial = counters = None
+    if shares > 1:
+        partial = out.new_empty(blocks * shares * room * rows, dtype=torch.float32)
+        counters = scratch(out.device, blocks)
+    integer, long = ctypes.c_int, ctypes.c_longlong
+    launch = Launch(
+        source="gemv.cu",
+        name=f"gemv<{CPP_TYPES[x.dtype]}, {vector}, {room}, {rows}, {norm}>",
+        grid=(blocks if tokens else 0, shares, 1),
+        block=(128, 1, 1),
+        args=(
+            *(x, long(x.stride(0)), norm_weight, *weights, b0, b1, b2, b3),
+            *(integer(0 if w is None else w.shape[0]) for w in weights),
+            *(long(0 if w is None else w.stride(0)) for w in weights),
+            *(residual, long(0 if residual is None else residual.stride(0)), out, partial, counters),
+            *(integer(tokens), integer(width), integer(_ENDS.index(end)), integer(_ACTIVATIONS.index(activation))),
+            ctypes.c_float(eps),
+        ),
+        programmatic=True,
+    )
+    return [launch]
+
+
+_gemv = define(Op("gemv", _reference, _outputs, _launches))
+
+
+def _call(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None = None,
+    *,
+    end: str,
+    activation: str | None = None,
+    norm_bias: None = None,
+    norm_type: str = "rms_norm",
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    scale_in_fp32: bool = False,
+) -> Tensor:
+    """The op on tokens of any shape `... D` -> `... F`."""
+    empty = [None] * (MOST_WEIGHTS - len(weights))
+    rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    norm = {"eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
+    args = (x.reshape(-1, x.shape[-1]), norm_weight, *weights, *empty, *biases, *empty, rows)
+    out: Tensor = _gemv(*args, end=end, activation=activation, **norm)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def _norm_linear(
+    x: Tensor, norm_weight: Tensor | None, weights: list[Tensor], biases: list[Tensor | None], **norm: Any
+) -> list[Tensor]:
+    widths = [w.shape[0] for w in weights]
+    return list(_call(x, norm_weight, weights, biases, end="plain", **norm).split(widths, -1))
+
+
+def _gated_mlp(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    return _call(x, norm_weight, [gate, up], [gate_bias, up_bias], end="gated", **{"activation": "silu", **options})
+
+
+def _plain_mlp(
+    x: Tensor, norm_weight: Tensor | None, up: Tensor, up_bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return _call(x, norm_weight, [up], [up_bias], end="act", **{"activation": "gelu", **options})
+
+
+def _linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _call(x, None, [weight], [bias], residual, end="residual")
+
+
+norm_linear = composite("norm_linear", _norm_linear)
+gated_mlp = composite("gated_mlp", _gated_mlp)
+plain_mlp = composite("plain_mlp", _plain_mlp)
+linear_add = composite("linear_add", _linear_add)
+
+
+def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
+    """Of a call of one of the four primitives: None where the kernel computes it, else the reason why not."""
+    x = arguments["x"]
+    weights = arguments.get("weights") or [arguments[n] for n in ("gate", "up", "weight") if n in arguments]
+    biases = [b for b in arguments.get("biases") or [v for n, v in arguments.items() if n.endswith("bias")]]
+    beside = [arguments.get("norm_weight"), arguments.get("residual"), *biases]
+    if (reason := arch_rule(arch) or dtype_rule(x, *weights, *beside)) is not None:
+        return reason
+    if arguments.get("norm_weight") is not None and arguments["norm_type"] != "rms_norm":
+        return f"a {arguments['norm_type']} in front"
+    if (tokens := tokens_of(x)) > MOST_TOKENS:
+        return f"{tokens} tokens, at most {MOST_TOKENS}"
+    if len(weights) > MOST_WEIGHTS:
+        return f"{len(weights)} weights, at most {MOST_WEIGHTS}"
+    if len({w.shape for w in weights}) > 1 and "gate" in arguments:
+        return "gate and up of different widths"
+    if (activation := arguments.get("activation")) not in _ACTIVATIONS:
+        return f"no {activation}"
+    return by_rows(weights=weights, x=[x], residual=[arguments.get("residual")])

@@ -1,0 +1,32 @@
+"""One launch of a kernel: what to run, on how many threads, with what."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["Argument", "Launch"]
+
+Argument = Tensor | None | ctypes.c_int | ctypes.c_longlong | ctypes.c_float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """source: the file of this folder with the kernel's text. name: the kernel, as C++ calls it, with its template's
+    arguments. grid: blocks. block: threads of each. shared_bytes: dynamic shared memory of a block. args: tensors go as
+    pointers to their first element, None as a null pointer, numbers by value.
+
+    programmatic: the kernel may begin before the one in front of it has ended; it waits for it (`griddep_wait`) before
+    it touches anything that another kernel writes.
+    """
+
+    source: str
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[Argument, ...]
+    shared_bytes: int = 0
+    cooperative: bool = False
+    programmatic: bool = False

@@ -1,0 +1,51 @@
+"""What kernels ask of a call before they take it, and how they say no: a reason of a few words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+__all__ = ["CPP_TYPES", "arch_rule", "by_rows", "dtype_rule", "tokens_of"]
+
+CPP_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+)
+OLDEST = 80
+
+
+def arch_rule(arch: str | None) -> str | None:
+    number = re.match(r"sm_(\d+)", arch or "")
+    if number is None:
+        return "no architecture is named"
+    return f"{arch} is older than sm_{OLDEST}" if int(number[1]) < OLDEST else None
+
+
+def dtype_rule(x: Tensor, *others: Tensor | None) -> str | None:
+    """One dtype for all, which the kernels know."""
+    if x.dtype not in CPP_TYPES:
+        return f"no {_name(x.dtype)}"
+    other = next((t.dtype for t in others if t is not None and t.dtype != x.dtype), None)
+    return None if other is None else f"{_name(x.dtype)} with {_name(other)}"
+
+
+def tokens_of(x: Tensor) -> int:
+    """How many, where that changes from call to call at most."""
+    return math.prod(int(n) for n in x.shape[:-1])
+
+
+def by_rows(**tensors: Sequence[Tensor | None]) -> str | None:
+    """Numbers of a row lie next to each other."""
+    for name, each in tensors.items():
+        for t in each:
+            if t is not None and t.shape[-1] > 1 and t.stride(-1) != 1:
+                return f"{name} by columns"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

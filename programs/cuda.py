@@ -1,0 +1,18 @@
+"""The kernels of a GPU, as entries of the table: each is an op of `kernels_cuda`."""
+
+from __future__ import annotations
+
+from ..kernels_cuda import KERNELS, Serves
+from .kernel import Call, Kernel
+
+__all__ = ["CUDA_KERNELS"]
+
+
+def _entry(serves: Serves) -> Kernel:
+    def supports(call: Call) -> str | None:
+        return serves.supports(call.arguments, call.target.arch)
+
+    return Kernel(serves.kernel, serves.primitive, serves.op, supports)
+
+
+CUDA_KERNELS = tuple(map(_entry, KERNELS))

@@ -1,0 +1,148 @@
+"""Larger primitives out of smaller ones, where a kernel computes the larger one.
+
+    residual + (linear(x, w) + bias)   ->   linear_add
+    normalised(x + residual)           ->   add_norm, and the sum
+
+Only nodes that stand directly behind one another are joined. An edge of a layout that moves something (a sum over
+ranks after the last projection) is a node between them, so nothing is ever joined across it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..functional.primitive import NAMESPACE, PRIMITIVES
+from .dynamo import value_of
+
+__all__ = ["join"]
+
+# Says whether a kernel takes a primitive's node.
+Taken = Callable[[fx.Node], bool]
+
+_ADDS = (operator.add, operator.iadd, torch.add)
+_NORM_OPTIONS = ("norm_type", "eps", "zero_centered", "scale_in_fp32")
+
+
+def join(graph: fx.Graph, taken: Taken) -> bool:
+    """Join what can be joined within one graph; whether anything was."""
+    adds = [node for node in graph.nodes if _is_add(node)]
+    return any([_linear_add(node, taken) or _add_norm(node, taken) for node in adds])
+
+
+def _is_add(node: fx.Node) -> bool:
+    """A sum of two tensors of one shape and dtype."""
+    if node.op != "call_function" or node.target not in _ADDS or node.kwargs or len(node.args) != 2:
+        return False
+    values = [value_of(a) if isinstance(a, fx.Node) else None for a in node.args]
+    return all(isinstance(v, torch.Tensor) for v in values) and values[0].dtype == values[1].dtype
+
+
+def _linear_add(add: fx.Node, taken: Taken) -> bool:
+    for y, residual in (add.args, add.args[::-1]):
+        assert isinstance(y, fx.Node)
+        assert isinstance(residual, fx.Node)
+        product, bias = _with_bias(y)
+        linear = _single_product(product)
+        if linear is None or _shape(residual) != _shape(add):
+            continue
+        x, _, (weight,), _ = linear.args
+        new = _call_before(add, "linear_add", (x, weight, residual, bias), value_of(add))
+        if not taken(new):
+            add.graph.erase_node(new)
+            continue
+        new.name = add.name
+        add.replace_all_uses_with(new)
+        for node in dict.fromkeys((add, y, product, linear)):
+            node.graph.erase_node(node)
+        return True
+    return False
+
+
+def _with_bias(y: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """y, or the two terms of y where it is a product and a bias that nobody else uses."""
+    if _is_add(y) and len(y.users) == 1:
+        product, bias = y.args
+        assert isinstance(product, fx.Node)
+        assert isinstance(bias, fx.Node)
+        if len(_shape(bias)) == 1:
+            return product, bias
+    return y, None
+
+
+def _single_product(node: fx.Node) -> fx.Node | None:
+    """The `norm_linear` of one weight, without a norm or a bias, whose one result is `node`, used once."""
+    if node.target is not operator.getitem or len(node.users) != 1:
+        return None
+    call = node.args[0]
+    if not isinstance(call, fx.Node) or not _is_primitive(call, "norm_linear") or len(call.users) != 1:
+        return None
+    _, norm_weight, weights, biases = call.args
+    plain = norm_weight is None and biases == [None] and call.kwargs.get("norm_bias") is None
+    return call if plain and isinstance(weights, list) and len(weights) == 1 else None
+
+
+def _add_norm(add: fx.Node, taken: Taken) -> bool:
+    """The sum, normalised in front of a primitive that no kernel takes with its norm."""
+    users = [u for u in add.users if _normalises(u, add) and not taken(u)]
+    if not users or not _same_shapes(add):
+        return False
+    user = users[0]
+    plain = _is_primitive(user, "normalize")
+    bias = user.args[2] if plain and len(user.args) > 2 else user.kwargs.get("bias" if plain else "norm_bias")
+    options = {name: user.kwargs[name] for name in _NORM_OPTIONS if name in user.kwargs}
+    values = (value_of(add), value_of(add))
+    new = _call_before(add, "add_norm", (*add.args, user.args[1], bias), values, options)
+    if not taken(new):
+        add.graph.erase_node(new)
+        return False
+    with add.graph.inserting_before(add):
+        normed = add.graph.call_function(operator.getitem, (new, 0))
+        total = add.graph.call_function(operator.getitem, (new, 1))
+    normed.meta["example_value"] = total.meta["example_value"] = value_of(add)
+    normed.name, total.name = "normed", add.name
+    add.replace_all_uses_with(total)
+    if plain:
+        user.replace_all_uses_with(normed)
+        user.graph.erase_node(user)
+    else:
+        user.args = (normed, None, *user.args[2:])
+        user.kwargs = {name: value for name, value in user.kwargs.items() if name not in (*_NORM_OPTIONS, "norm_bias")}
+    add.graph.erase_node(add)
+    return True
+
+
+def _normalises(user: fx.Node, x: fx.Node) -> bool:
+    """Whether a primitive normalises x, with a weight, as the first thing it does."""
+    known = any(_is_primitive(user, name) for name in ("norm_linear", "gated_mlp", "plain_mlp", "normalize"))
+    return known and user.args[0] is x and user.args[1] is not None
+
+
+def _same_shapes(add: fx.Node) -> bool:
+    return all(isinstance(a, fx.Node) and _shape(a) == _shape(add) for a in add.args)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(value_of(node).shape)
+
+
+def _is_primitive(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and node.target is _op(name)
+
+
+def _op(name: str) -> Any:
+    assert name in PRIMITIVES
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def _call_before(
+    node: fx.Node, name: str, args: tuple[Any, ...], value: Any, options: dict[str, Any] | None = None
+) -> fx.Node:
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(_op(name), args, options)
+    new.meta["example_value"] = value
+    return new
