@@ -34,7 +34,7 @@ def primitive(fn: Callable[P, R], *, differentiable: bool = True) -> Callable[P,
     name = fn.__name__
     if "wire" in inspect.signature(fn).parameters:
         raise TypeError(
-            f"primitive({name}): a primitive is one node of a graph, so a layout could not reach the edges of its wire\n"
+            f"primitive({name}): a primitive is one node of a graph, and a layout cannot reach the edges in it\n"
             "    fix: make primitives of what lies between two edges"
         )
     PRIMITIVES[name] = fn

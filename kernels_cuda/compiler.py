@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "Cubin", "CompileError", "compile_kernel", "missing"]
+__all__ = ["ARCHITECTURES", "CompileError", "Cubin", "compile_kernel", "missing"]
 
 HERE = Path(__file__).parent
 # What the kernels are compiled for in the tests; any later one is compiled at its first use.

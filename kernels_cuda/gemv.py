@@ -200,7 +200,7 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
     """Of a call of one of the four primitives: None where the kernel computes it, else the reason why not."""
     x = arguments["x"]
     weights = arguments.get("weights") or [arguments[n] for n in ("gate", "up", "weight") if n in arguments]
-    biases = [b for b in arguments.get("biases") or [v for n, v in arguments.items() if n.endswith("bias")]]
+    biases = arguments.get("biases") or [b for name, b in arguments.items() if name.endswith("bias")]
     beside = [arguments.get("norm_weight"), arguments.get("residual"), *biases]
     if (reason := arch_rule(arch) or dtype_rule(x, *weights, *beside)) is not None:
         return reason

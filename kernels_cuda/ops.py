@@ -19,7 +19,7 @@ from torch import Tensor
 from ..functional.primitive import PRIMITIVES
 from .launch import Launch
 
-__all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "opaque", "vector_length"]
+__all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "vector_length"]
 
 NAMESPACE = "meshfn_cuda"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -51,26 +51,31 @@ OPS: dict[str, Op] = {}
 
 
 def define(op: Op) -> Callable[..., Any]:
-    """Register `torch.ops.meshfn_cuda.<op.name>` and return it."""
+    """Register `torch.ops.meshfn_cuda.<op.name>` and return a function of the same arguments that calls it, and that
+    `torch.func` can transform."""
     OPS[op.name] = op
     name = f"{NAMESPACE}::{op.name}"
     _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=()))
     _library.impl(op.name, lambda *args, **kwargs: op.run(_on_gpu, *args, **kwargs), "CUDA")
     torch.library.register_fake(name, op.outputs, lib=_library)
     torch.library.register_autograd(name, _backward(op), setup_context=_keep, lib=_library)
-    return opaque(op.name)
+    function = _differentiable(op, getattr(getattr(torch.ops, NAMESPACE), op.name).default)
+    signature = inspect.signature(op.reference)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function.apply(*signature.bind(*args, **kwargs).args, kwargs)
 
-def opaque(name: str) -> Callable[..., Any]:
-    overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return overload
+    return call
 
 
 def composite(primitive: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Register `torch.ops.meshfn_cuda.<primitive>`, made of other ops, with the arguments of the primitive."""
     _library.define(primitive + torch.library.infer_schema(PRIMITIVES[primitive], mutates_args=()))
     _library.impl(primitive, fn, "CompositeImplicitAutograd")
-    return opaque(primitive)
+    # Where a transform of torch.func takes a call over: below this key its own functions are not found any more.
+    _library.impl(primitive, fn, "FuncTorchDynamicLayerFrontMode")
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
+    return overload
 
 
 def _on_gpu(launch: Launch) -> None:
@@ -87,10 +92,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 
 
 def _backward(op: Op) -> Callable[..., Any]:
+    """The plain function's, of the inputs that need one; nothing of the forward is kept but its inputs."""
+
     def backward(ctx: Any, *grads: Tensor) -> Any:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if there else rest for there, rest in zip(ctx.there, ctx.rest, strict=True)]
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed and ctx.there[i]]
+        wanted = [i for i, there in enumerate(ctx.there) if there and ctx.needs_input_grad[i]]
 
         def plain(*some: Tensor) -> Any:
             given = list(inputs)
@@ -106,6 +113,33 @@ def _backward(op: Op) -> Callable[..., Any]:
         return tuple(out)
 
     return backward
+
+
+def _differentiable(op: Op, opaque: Callable[..., Any]) -> Any:
+    """The op as an `autograd.Function`: what torch registers for an op is no such function as `torch.func` needs."""
+    plain_backward = _backward(op)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return opaque(*args[:-1], **args[-1])
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _keep(ctx, inputs[:-1], inputs[-1], output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return (*plain_backward(ctx, *grads), None)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            """The plain function: the op would be called once for each sample."""
+            given = args[:-1]
+            out = torch.vmap(lambda *some: op.reference(*some, **args[-1]), in_dims[:-1])(*given)
+            return out, (0,) * len(out) if isinstance(out, tuple) else 0
+
+    return Function
 
 
 def vector_length(width: int | None, *tensors: Tensor | None) -> int:

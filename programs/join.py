@@ -31,7 +31,7 @@ _NORM_OPTIONS = ("norm_type", "eps", "zero_centered", "scale_in_fp32")
 def join(graph: fx.Graph, taken: Taken) -> bool:
     """Join what can be joined within one graph; whether anything was."""
     adds = [node for node in graph.nodes if _is_add(node)]
-    return any([_linear_add(node, taken) or _add_norm(node, taken) for node in adds])
+    return any(_linear_add(node, taken) or _add_norm(node, taken) for node in adds)
 
 
 def _is_add(node: fx.Node) -> bool:
