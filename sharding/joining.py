@@ -79,7 +79,13 @@ def check_edges(
     idle = [edge for edge in chains if edge not in used]
     moved = sorted(edge for edge in idle if _exchanges(chains[edge]))
     if moved:
-        raise SpecError(f"{layout.name} moves {', '.join(moved)}, which {name} does not pass")
+        two = any(edge.startswith("gdn.") for edge in chains) and "q" in chains
+        raise SpecError(
+            f"{layout.name} moves {', '.join(moved)}, which {name} does not pass",
+            fix="for a layer alone, that of the two layouts which is of its kind"
+            if two
+            else "a layout of its edges alone",
+        )
     strange = next((edge for edge in idle if _name(edge) not in EDGES), None)
     if strange:
         guess = nearest(strange, set(map(_name, declared)))
