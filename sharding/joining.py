@@ -21,6 +21,7 @@ from .steps import COLLECTIVES, steps
 
 __all__ = [
     "Joined",
+    "check_arguments",
     "check_edges",
     "check_letters",
     "check_mask",
@@ -209,9 +210,19 @@ def check_letters(given: Iterable[str], layout: Layout, name: str) -> None:
     known = letters_of(dict(layout.chains)) | {"H"}
     strange = next((letter for letter in given if letter not in known), None)
     if strange:
+        fix = strange.upper() if strange.upper() in known else f"one of {', '.join(sorted(known))}"
         raise SpecError(
-            f"shard({name}, ..., {strange}=...): no edge of {layout.name} has a dimension {strange}",
-            fix=f"one of {', '.join(sorted(known))}",
+            f"shard({name}, ..., {strange}=...): no edge of {layout.name} has a dimension {strange}", fix=fix
+        )
+
+
+def check_arguments(given: Iterable[str], known: Iterable[str], name: str) -> None:
+    """Raise `TypeError` for arguments that neither a layer nor its layout has. known: of both."""
+    known = list(dict.fromkeys(known))
+    if strange := [each for each in given if each not in known]:
+        known.remove("wire")  # which a layout refuses
+        raise TypeError(
+            f"{name} under a layout: unknown arguments\n    {', '.join(strange)}\n    known: {', '.join(known)}"
         )
 
 

@@ -198,6 +198,19 @@ def test_arguments_that_a_layer_has_no_place_for():
 decoder(mask=...): layers[0].attention is of class GDN, which reads a state and no tokens, so there is nothing to mask
     fix: positions of -1 for padding, cu_seqlens or segment_ids for documents""",
     )
+    assert_expected_inline(
+        refused(sh.gdn_scan(), {"cp": 2}, core=F.gated_delta_rule_scan, attention_mask=torch.ones(2, 8)),
+        """\
+gdn under a layout: unknown arguments
+    core, attention_mask
+    known: params, x, cfg, positions, segment_ids, cache, q_positions, k_positions, cu_seqlens, mask""",
+    )
+    assert_expected_inline(
+        made(lambda: sh.shard(F.gdn, sh.gdn_scan(), sh.Mesh(cp=2), s=8)),
+        """\
+shard(gdn, ..., s=...): no edge of gdn_scan("cp") has a dimension s
+    fix: S""",
+    )
     caches = F.empty_caches([DELTA, PLAIN], 2, 8, dtype=torch.float64)
     assert_expected_inline(
         refused_model(both, {"u": 2}, DELTA, PLAIN, cache=caches),
