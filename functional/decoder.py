@@ -254,7 +254,8 @@ def backbone(
     in `attention`, read for all layers or one a layer (a ring is shorter). cache: one entry a layer.
     rope_positions: `M B S`, for mrope, `positions` unless given. rope_length: `B`, see `rope_tables`.
     return_routing: a third result, the `Routing` of each layer, None of one without experts; for `balance_loss`.
-    layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature.
+    layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature. Under
+    a layout it must pass its edges through `wire`, as `layer` does, which is not checked.
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer, or
     a mask with a gated delta net among the layers, before anything moves.
     """
