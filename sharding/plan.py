@@ -234,6 +234,10 @@ def plan(
     notes: tuple[str, ...] = ()
     if schedule is MATERIALISED:
         notes = ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
+    if not recurrent and any(edge.startswith("gdn.") for edge, _ in layout.chains):
+        notes += (
+            "not counted: gated delta nets, which layout.stack(mesh, [sizes of each layer], ...) plans beside it",
+        )
     for name in moves_around(edges) if "D" not in sizes else ():
         what = "the sum of out" if len(parse(edges[name][0]).partial) else f"the move of {name}"
         notes += (f"not counted: {what}, {' -> '.join(edges[name])}, for want of D=",)

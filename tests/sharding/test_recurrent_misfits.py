@@ -262,6 +262,8 @@ ulysses("u") beside gdn_scan("u") moves gdn.k, gdn.q, gdn.rows, gdn.summary, gdn
 def test_a_plan_of_one_kind_given_the_sizes_of_another():
     mesh, sizes = sh.Mesh(u=2), {"B": 1, "S": 8}
     both = sh.beside(sh.ulysses(), sh.gdn_scan("u"))
+    (note,) = both.plan(mesh, **sizes, H=4, K=2, E=3).notes
+    assert note == "not counted: gated delta nets, which layout.stack(mesh, [sizes of each layer], ...) plans beside it"
     plans = [lambda layout=layout: layout.plan(mesh, **sizes, **DELTA.sizes) for layout in (both, sh.gdn_scan("u"))]
     assert_expected_inline(
         "\n".join(map(made, plans)),
