@@ -13,6 +13,14 @@ __all__ = ["check_takes", "lists_unknown"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Names that other libraries, or functions under a layout, have for what is said otherwise here.
+INSTEAD = {
+    "attention_mask": "positions, -1 for padding",
+    "cu_seqlens": "segment_ids (cu_seqlens is for what shard returns)",
+    "position_ids": "positions",
+    "past_key_values": "cache",
+}
+
 
 def lists_unknown(fn: Callable[P, R]) -> Callable[P, R]:
     """The function, which raises `TypeError` that lists every keyword argument that it does not have."""
@@ -24,7 +32,7 @@ def lists_unknown(fn: Callable[P, R]) -> Callable[P, R]:
         if unknown:
             lines = []
             for name in unknown:
-                near = difflib.get_close_matches(name, known, 1)
+                near = [INSTEAD[name]] if name in INSTEAD else difflib.get_close_matches(name, known, 1)
                 lines.append(name + (f"    did you mean {near[0]}?" if near else ""))
             raise TypeError(
                 f"{fn.__name__}: unknown arguments\n    " + "\n    ".join(lines) + f"\n    known: {', '.join(known)}"

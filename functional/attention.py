@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .arguments import lists_unknown
 from .cache import KVCache, cache_update
 from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
@@ -150,6 +151,7 @@ class Attention(Tree):
     o="B S (K G) V",
     out="B S D",
 )
+@lists_unknown
 def attention(
     params: Attention,
     x: Tensor,

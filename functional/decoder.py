@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import lists_unknown
 from .attention import Attention, AttentionConfig, attention
 from .cache import Cache
 from .core import dot_product_attention
@@ -44,6 +45,9 @@ __all__ = [
     "logits",
     "next_token_loss",
 ]
+
+
+CACHES = "\n    fix: empty_caches([layer.attention for layer in cfg.layers], ...), and then what decoder returns"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +191,7 @@ def feed(params: MLP | MoE, x: Tensor, cfg: MLPConfig | MoEConfig, wire: Wire) -
 
 
 @edges({"layers": layer}, tokens="B S", embedded="B S D", logits="B S Z")
+@lists_unknown
 def decoder(
     params: Decoder,
     tokens: Tensor,
@@ -225,6 +230,7 @@ def decoder(
 
 
 @edges({"layers": layer}, tokens="B S", embedded="B S D")
+@lists_unknown
 def backbone(
     params: Decoder,
     tokens: Tensor,
@@ -248,7 +254,8 @@ def backbone(
     in `attention`, read for all layers or one a layer (a ring is shorter). cache: one entry a layer.
     rope_positions: `M B S`, for mrope, `positions` unless given. rope_length: `B`, see `rope_tables`.
     return_routing: a third result, the `Routing` of each layer, None of one without experts; for `balance_loss`.
-    layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature.
+    layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature. Under
+    a layout it must pass its edges through `wire`, as `layer` does, which is not checked.
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer, or
     a mask with a gated delta net among the layers, before anything moves.
     """
@@ -266,12 +273,15 @@ def backbone(
     if len(params.layers) != len(cfg.layers):
         raise ValueError(f"decoder(params=...): {len(params.layers)} layers, the config has {len(cfg.layers)}")
     if cache is not None and len(cache) != len(cfg.layers):
-        raise ValueError(f"decoder(cache=...): {len(cache)} entries for {len(cfg.layers)} layers")
+        raise ValueError(f"decoder(cache=...): {len(cache)} entries for {len(cfg.layers)} layers{CACHES}")
     _check_mask("decoder", mask, *cfg.layers)
     unpadded = positions is None  # so that a gated delta net has no padding to look for
     if positions is None:
         if cache is not None:
-            raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
+            raise ValueError(
+                "decoder(positions=...): needed with a cache, which does not say how full it is\n"
+                "    fix: torch.arange(n, n + S)[None], with n tokens in the cache"
+            )
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
 
     x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens), cfg))

@@ -98,7 +98,8 @@ def gdn(
     output means nothing. A row that holds position 0 starts anew, whatever the cache has of it. Unless given, all are
     tokens, and a cache goes on. segment_ids: `B S`, the packed document of each token; each starts anew; not with a
     cache.
-    cache: state and convolution of the tokens before.
+    cache: state and convolution of the tokens before. A rule of one's own stands between `gdn_project` and
+    `gdn_output`, as the README shows.
     Raises `ShapeError`, `TypeError` and `ValueError` naming the argument, `TreeError` where params and config ask for
     different parts, before any work.
     """

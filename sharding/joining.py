@@ -21,6 +21,7 @@ from .steps import COLLECTIVES, steps
 
 __all__ = [
     "Joined",
+    "check_arguments",
     "check_edges",
     "check_letters",
     "check_mask",
@@ -79,7 +80,13 @@ def check_edges(
     idle = [edge for edge in chains if edge not in used]
     moved = sorted(edge for edge in idle if _exchanges(chains[edge]))
     if moved:
-        raise SpecError(f"{layout.name} moves {', '.join(moved)}, which {name} does not pass")
+        two = any(edge.startswith("gdn.") for edge in chains) and "q" in chains
+        raise SpecError(
+            f"{layout.name} moves {', '.join(moved)}, which {name} does not pass",
+            fix="for a layer alone, that of the two layouts which is of its kind"
+            if two
+            else "a layout of its edges alone",
+        )
     strange = next((edge for edge in idle if _name(edge) not in EDGES), None)
     if strange:
         guess = nearest(strange, set(map(_name, declared)))
@@ -203,9 +210,19 @@ def check_letters(given: Iterable[str], layout: Layout, name: str) -> None:
     known = letters_of(dict(layout.chains)) | {"H"}
     strange = next((letter for letter in given if letter not in known), None)
     if strange:
+        fix = strange.upper() if strange.upper() in known else f"one of {', '.join(sorted(known))}"
         raise SpecError(
-            f"shard({name}, ..., {strange}=...): no edge of {layout.name} has a dimension {strange}",
-            fix=f"one of {', '.join(sorted(known))}",
+            f"shard({name}, ..., {strange}=...): no edge of {layout.name} has a dimension {strange}", fix=fix
+        )
+
+
+def check_arguments(given: Iterable[str], known: Iterable[str], name: str) -> None:
+    """Raise `TypeError` for arguments that neither a layer nor its layout has. known: of both."""
+    known = list(dict.fromkeys(known))
+    if strange := [each for each in given if each not in known]:
+        known.remove("wire")  # which a layout refuses
+        raise TypeError(
+            f"{name} under a layout: unknown arguments\n    {', '.join(strange)}\n    known: {', '.join(known)}"
         )
 
 

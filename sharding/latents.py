@@ -12,6 +12,7 @@ Letters: B batch, S tokens, T key tokens, H heads, L latent, R rotary key, NV ro
 from __future__ import annotations
 
 from .layouts import Exchange, Layout, _edges, _options
+from .mesh import check_names
 from .spec import Atom
 
 __all__ = ["mla_gather", "mla_latent", "mla_packed"]
@@ -84,6 +85,7 @@ def mla_gather(
 
 
 def _tokens(axes: tuple[str, ...], zigzag: bool) -> str:
+    check_names(*axes)
     return str(Atom("S", axes, zigzag))
 
 

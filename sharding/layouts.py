@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .errors import SpecError, nearest
 from .implied import chain_of, check_scan, convolved, keys_of, recurrent, with_queries
+from .mesh import check_names
 from .show import columns
 from .spec import Atom, Spec, parse
 from .steps import steps
@@ -231,6 +232,7 @@ def _edges(
     """Every edge of attention and of the layers around it. role: what the axis of the tokens does."""
     if dims not in ("B S H E", "S B H E"):
         raise ValueError(f'dims="{dims}": "B S H E" or "S B H E", the order of q, k, v and o')
+    check_names(*tokens, *(axis for axis in (dp, tp) if axis is not None))
     u, g = role.get("u"), role.get("g")
     axes = "".join(f"/{axis}" + ":zigzag" * (zigzag and i == 0) for i, axis in enumerate(tokens))
     batch, S, heads = "B" + f"/{dp}" * bool(dp), "S" + axes, "K" + f"/{tp}" * bool(tp)

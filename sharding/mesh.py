@@ -177,6 +177,16 @@ def text_of(axes: Axes, spec: Spec | None = None, *others: Any) -> str:
     return " ".join([*(f"{name}={size}" for name, size in axes), *lacking]) or "one rank"
 
 
+def check_names(*names: Any) -> None:
+    """Raise `SpecError` unless each of the axes that a layout is told is the name of one."""
+    for name in names:
+        if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+            raise SpecError(
+                f"an axis of a layout is named by one word, not by {name!r}",
+                fix='"u", or "g", "u" where it takes several',
+            )
+
+
 def check_axes(axes: Axes, spec: Spec) -> None:
     """Raise `SpecError` for an axis that neither the mesh nor the vocabulary knows."""
     known = list(dict.fromkeys([*dict(axes), *VOCABULARY]))

@@ -194,10 +194,12 @@ def plan(
     sizes = schedule.sizes(shards.complete({**usual, **({"Y": 1} if recurrent else {}), **sizes}))
     sight = documents.sight_of(causal, window)
     known = {*schedule.letters, *schedule.more, "K", "G", *(letter for letter, _ in schedule.widths)}
-    strange = [letter for letter in sizes if letter not in known]
+    strange = {letter: n for letter, n in sizes.items() if letter not in known}
     if strange:
         asked = ", ".join(schedule.letters + schedule.more)
-        raise SpecError(f"a plan has no place for {strange[0]}={sizes[strange[0]]}", fix=f"{asked[:-3]} or D")
+        whole = "" if recurrent else "layout.stack(mesh, [sizes of each layer], B=..., S=...) for gated delta nets, or "
+        whole = whole if any(edge.startswith("gdn.") for edge, _ in layout.chains) else ""
+        raise SpecError(f"a plan has no place for {shards.known(strange)}", fix=f"{whole}{asked[:-3]} or D")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"a plan is of tensors with gradients, and dtype={dtype!r} has none\n    fix: torch.float32")
     missing = [letter for letter in schedule.letters if letter not in sizes]
@@ -232,6 +234,10 @@ def plan(
     notes: tuple[str, ...] = ()
     if schedule is MATERIALISED:
         notes = ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
+    if not recurrent and any(edge.startswith("gdn.") for edge, _ in layout.chains):
+        notes += (
+            "not counted: gated delta nets, which layout.stack(mesh, [sizes of each layer], ...) plans beside it",
+        )
     for name in moves_around(edges) if "D" not in sizes else ():
         what = "the sum of out" if len(parse(edges[name][0]).partial) else f"the move of {name}"
         notes += (f"not counted: {what}, {' -> '.join(edges[name])}, for want of D=",)

@@ -132,7 +132,7 @@ def beside(attention: Layout, gdn: Layout) -> Layout:
     if outer.letters != inner.letters:
         raise SpecError(
             f"{attention.name} beside {gdn.name}: activations are {outer} in one and {inner} in the other",
-            fix='dims="B S H E" in both',
+            fix='without dims="S B H E", an order that gated delta nets do not have',
         )
     for letter, option, edge in (("B", "dp", "x"), ("K", "tp", "k")):
         if edge in mine:  # latent attention has no K, and what splits its heads splits no others

@@ -219,6 +219,8 @@ class Sharded:
         """What fn is to be called with, and all that was given, by name: also what the layout alone understands."""
         extra = self._extra()
         ours = {n: x for n, x in kwargs.items() if n in whole.NAMES and n not in self.signature.parameters}
+        if self.is_layer and extra is None:
+            joining.check_arguments(kwargs, [*self.signature.parameters, *whole.NAMES], self.name)
         bound = self.signature.bind_partial(*args, **{n: x for n, x in kwargs.items() if n not in ours})
         named = {n: x for n, x in bound.arguments.items() if n != extra}
         return bound, {**named, **(bound.arguments.get(extra, {}) if extra else {}), **ours}

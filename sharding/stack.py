@@ -131,12 +131,10 @@ def stack(layout: Layout, mesh: Mesh, layers: Sequence[Mapping[str, int]], /, **
     letter. options: B and S, and what else `Layout.plan` takes of all layers alike (dtype, causal, window, cu_seqlens).
     Not in it: what stands between these layers (a sum behind an MLP over tp).
 
-    Raises `SpecError` for a layer of a kind that the layout does not serve, and as `Layout.plan` does.
+    Raises `TypeError` for layers that are no sizes, `SpecError` for a layer of a kind that the layout does not serve
+    and for a size that layers say themselves, and as `Layout.plan` does.
     """
-    if not layers:
-        raise ValueError(
-            "stack(layers=...): at least one layer is needed\n    fix: [each.attention.sizes for each in cfg.layers]"
-        )
+    _check_layers(layers, options)
     alike: dict[tuple[str, tuple[tuple[str, int], ...]], list[int]] = {}
     for i, each in enumerate(layers):
         part = "gdn" if "W" in each else "mla" if {"L", "N", "R"} <= {*each} else "attention"
@@ -153,6 +151,26 @@ def stack(layout: Layout, mesh: Mesh, layers: Sequence[Mapping[str, int]], /, **
     notes = tuple(dict.fromkeys(f"{NAMES[kind.part]}: {note}" for kind in kinds for note in kind.plan.notes))
     title = f"{len(layers)} layers by {layout.name}"
     return Stack(title, tuple(facts), between, tuple(kinds), notes, mesh)
+
+
+def _check_layers(layers: Any, options: Mapping[str, Any]) -> None:
+    """Raise unless there are layers, each with sizes by letter, and no option is one of these."""
+    fix = "\n    fix: [each.attention.sizes for each in cfg.layers]"
+    if isinstance(layers, Mapping) or not isinstance(layers, Sequence):
+        raise TypeError(
+            f"stack(layers=...): sizes of each layer are needed, in a sequence, not {type(layers).__name__}{fix}"
+        )
+    if not layers:
+        raise ValueError(f"stack(layers=...): at least one layer is needed{fix}")
+    for i, each in enumerate(layers):
+        if not isinstance(each, Mapping):
+            fix = fix if hasattr(each, "attention") else "\n    fix: [each.sizes for each in layers]"
+            raise TypeError(f"stack(layers=...): layers[{i}] is {type(each).__name__}, not sizes by letter{fix}")
+        if said := [letter for letter in options if letter in each]:
+            raise SpecError(
+                f"stack({said[0]}={options[said[0]]}): layers[{i}] says {said[0]}={each[said[0]]} itself",
+                fix=f"without {said[0]}, or other sizes of this layer",
+            )
 
 
 def _kind(

@@ -83,6 +83,30 @@ def test_what_snippets_print_is_shown(capsys):
         assert printed == shown
 
 
+def test_a_rule_of_your_own():
+    found = {}
+    for word in ("empty = F.empty_caches([gdn]", "F.gdn_output("):
+        exec(snippet(word), found)
+    cfg = dataclasses.replace(found["gdn"], initializer_range=0.3)
+    params, x = F.GDN.init(cfg, seed=0, dtype=torch.float64), torch.randn(2, 70, 64, dtype=torch.float64)
+    torch.testing.assert_close(found["mine"](params, x, cfg), F.gdn(params, x, cfg)[0], rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_of_training_over_ranks():
+    """As one rank has it, whose documents are told by `segment_ids` and positions."""
+    found = {}
+    exec(snippet("layout.stack("), found)
+    cfg, ids = found["cfg"], torch.randint(0, 50, (2, 97))
+    given = F.Decoder.init(cfg, seed=0, dtype=torch.float64), ids[:, :-1], cfg, ids[:, 1:]
+    params = F.tree.leaves(F.tree.map(lambda p: p.requires_grad_(), given[0]))
+    places = torch.cat((torch.arange(40), torch.arange(56)))[None]
+    told = {"positions": places, "segment_ids": (torch.arange(96) >= 40).long().expand(2, 96)}
+    ours, wanted = found["loss"](*given, cu_seqlens=[0, 40, 96])[0], F.next_token_loss(*given, **told)[0]
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(loss, params) for loss in (ours, wanted)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
+
+
 def test_layouts_of_latent_attention(capsys):
     runpy.run_path(str(Path(__file__).parent.parent / "examples/mla_layouts.py"))
     lines = capsys.readouterr().out.splitlines()
@@ -105,13 +129,6 @@ def test_layouts_of_hybrid_models(capsys):
     table = "\n".join(line for line in lines if line.startswith("|"))
     assert table.count("gdn_scan") == 6
     assert f"\n\n{table}\n\n" in README
-
-    found = {"F": F, "sh": sh}
-    exec(snippet("layout.stack("), found)
-    cfg, ids = found["cfg"], torch.randint(0, 50, (2, 96))
-    params = F.Decoder.init(cfg, seed=0, dtype=torch.float64)
-    loss, _ = sh.simulate(found["loss"], found["mesh"])(params, ids, cfg, ids)
-    torch.testing.assert_close(loss, F.next_token_loss(params, ids, cfg, ids)[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("drawn", [True, False])

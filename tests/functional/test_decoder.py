@@ -101,10 +101,11 @@ def test_errors():
         {"cache": cache[:1], "positions": torch.arange(3)[None]},
         {"positions": torch.arange(4)[None]},
         {"segment_ids": torch.zeros(3, 3)},
+        {"cu_seqlens": [0, 3], "attention_mask": torch.ones(2, 3), "caches": cache},
     ]
     texts = []
     for given in calls:
-        with pytest.raises(ValueError, match="decoder") as error:
+        with pytest.raises((ValueError, TypeError), match="decoder") as error:
             F.decoder(model.params, tokens, model.config, **given)
         texts.append(str(error.value))
     with pytest.raises(ValueError, match="DecoderConfig") as error:
@@ -113,8 +114,10 @@ def test_errors():
         "\n\n".join([*texts, str(error.value)]),
         """\
 decoder(positions=...): needed with a cache, which does not say how full it is
+    fix: torch.arange(n, n + S)[None], with n tokens in the cache
 
 decoder(cache=...): 1 entries for 2 layers
+    fix: empty_caches([layer.attention for layer in cfg.layers], ...), and then what decoder returns
 
 decoder(positions=...): S is 3 in tokens but 4 in positions
     tokens   : B S = 2 3
@@ -127,6 +130,12 @@ decoder(segment_ids=...): B is 2 in tokens but 3 in segment_ids
     segment_ids: B S = 3 3
                        ^
     so far: B=2 S=3
+
+decoder: unknown arguments
+    cu_seqlens    did you mean segment_ids (cu_seqlens is for what shard returns)?
+    attention_mask    did you mean positions, -1 for padding?
+    caches    did you mean cache?
+    known: params, tokens, cfg, positions, mask, segment_ids, cache, read, rope_positions, rope_length, return_routing, wire, core, layer
 
 DecoderConfig(layers=...): layers[0] has AttentionConfig(hidden_size=48), the decoder has hidden_size=32""",
     )

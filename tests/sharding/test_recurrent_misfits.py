@@ -198,6 +198,19 @@ def test_arguments_that_a_layer_has_no_place_for():
 decoder(mask=...): layers[0].attention is of class GDN, which reads a state and no tokens, so there is nothing to mask
     fix: positions of -1 for padding, cu_seqlens or segment_ids for documents""",
     )
+    assert_expected_inline(
+        refused(sh.gdn_scan(), {"cp": 2}, core=F.gated_delta_rule_scan, attention_mask=torch.ones(2, 8)),
+        """\
+gdn under a layout: unknown arguments
+    core, attention_mask
+    known: params, x, cfg, positions, segment_ids, cache, q_positions, k_positions, cu_seqlens, mask""",
+    )
+    assert_expected_inline(
+        made(lambda: sh.shard(F.gdn, sh.gdn_scan(), sh.Mesh(cp=2), s=8)),
+        """\
+shard(gdn, ..., s=...): no edge of gdn_scan("cp") has a dimension s
+    fix: S""",
+    )
     caches = F.empty_caches([DELTA, PLAIN], 2, 8, dtype=torch.float64)
     assert_expected_inline(
         refused_model(both, {"u": 2}, DELTA, PLAIN, cache=caches),
@@ -234,7 +247,58 @@ ulysses("u") has no rule for b, a, q_conv, k_conv, v_conv, a_log, dt_bias, which
     )
     assert_expected_inline(
         made(lambda: sh.shard(F.gdn, sh.beside(sh.ulysses(), sh.gdn_scan("u")), sh.Mesh(u=2), S=8)),
-        """ulysses("u") beside gdn_scan("u") moves k, o, q, v, which gdn does not pass""",
+        """\
+ulysses("u") beside gdn_scan("u") moves k, o, q, v, which gdn does not pass
+    fix: for a layer alone, that of the two layouts which is of its kind""",
+    )
+    assert_expected_inline(
+        made(lambda: sh.shard(F.attention, sh.beside(sh.ulysses(), sh.gdn_scan("u")), sh.Mesh(u=2), S=8)),
+        """\
+ulysses("u") beside gdn_scan("u") moves gdn.k, gdn.q, gdn.rows, gdn.summary, gdn.tail, gdn.v, which attention does not pass
+    fix: for a layer alone, that of the two layouts which is of its kind""",
+    )
+
+
+def test_a_plan_of_one_kind_given_the_sizes_of_another():
+    mesh, sizes = sh.Mesh(u=2), {"B": 1, "S": 8}
+    both = sh.beside(sh.ulysses(), sh.gdn_scan("u"))
+    (note,) = both.plan(mesh, **sizes, H=4, K=2, E=3).notes
+    assert note == "not counted: gated delta nets, which layout.stack(mesh, [sizes of each layer], ...) plans beside it"
+    plans = [lambda layout=layout: layout.plan(mesh, **sizes, **DELTA.sizes) for layout in (both, sh.gdn_scan("u"))]
+    assert_expected_inline(
+        "\n".join(map(made, plans)),
+        """\
+a plan has no place for W=4 U=3 Y=1 M=26 J=4 I=1
+    fix: layout.stack(mesh, [sizes of each layer], B=..., S=...) for gated delta nets, or B, S, H, K, E, V, G or D
+a plan has no place for U=3 M=26 J=4 I=1
+    fix: B, S, H, K, E, V, W, G, Y or D""",
+    )
+
+
+def test_axes_that_are_no_names():
+    makes = (
+        lambda: sh.ulysses(["u"]),
+        lambda: sh.all_gather("g u"),
+        lambda: sh.mla_latent("u", ("g",)),
+        lambda: sh.gdn_scan("g/u"),
+        lambda: sh.gdn_scan(sh.Mesh(u=2)),
+        lambda: sh.gdn_ulysses("u", dp="1"),
+    )
+    assert_expected_inline(
+        "\n".join(map(made, makes)),
+        """\
+an axis of a layout is named by one word, not by ['u']
+    fix: "u", or "g", "u" where it takes several
+an axis of a layout is named by one word, not by 'g u'
+    fix: "u", or "g", "u" where it takes several
+an axis of a layout is named by one word, not by ('g',)
+    fix: "u", or "g", "u" where it takes several
+an axis of a layout is named by one word, not by 'g/u'
+    fix: "u", or "g", "u" where it takes several
+an axis of a layout is named by one word, not by Mesh(u=2)
+    fix: "u", or "g", "u" where it takes several
+an axis of a layout is named by one word, not by '1'
+    fix: "u", or "g", "u" where it takes several""",
     )
 
 
@@ -263,7 +327,7 @@ ulysses("u", tp="tp") beside gdn_scan("u"): K lies as K/tp in one and as K in th
 mla_latent("u", dp="dp") beside gdn_scan("u"): B lies as B/dp in one and as B in the other
     fix: dp="..." in both
 ulysses("u", dims="S B H E") beside gdn_scan("u"): activations are S/u B D in one and B S/u D in the other
-    fix: dims="B S H E" in both""",
+    fix: without dims="S B H E", an order that gated delta nets do not have""",
     )
     heads = sh.beside(sh.ulysses(), sh.gdn_scan("cp"))
     assert_expected_inline(

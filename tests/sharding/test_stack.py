@@ -197,10 +197,21 @@ def test_what_cannot_be_a_stack():
         with pytest.raises(SpecError) as error:
             layout.stack(mesh, layers, **sizes)
         said.append(str(error.value))
-    with pytest.raises(ValueError, match="at least one layer") as none:
-        both.stack(mesh, [], B=1, S=8)
+    layer = F.LayerConfig(attention=DELTA, mlp=F.MLPConfig(hidden_size=10, intermediate_size=6))
+    cfg = F.DecoderConfig(vocab_size=9, hidden_size=10, layers=(layer,))
+    for layers, sizes in (
+        ([], {}),
+        (cfg, {}),
+        (cfg.layers, {}),
+        ([DELTA.sizes, DELTA], {}),
+        (DELTA.sizes, {}),
+        ([DELTA.sizes], {"H": 4}),
+    ):
+        with pytest.raises((ValueError, TypeError)) as error:
+            both.stack(mesh, layers, B=1, S=8, **sizes)
+        said.append(str(error.value))
     assert_expected_inline(
-        "\n".join([*said, str(none.value)]),
+        "\n".join(said),
         """\
 layers[0]: gated delta net, D=2048 H=32 K=16 G=2 E=128 V=128 W=4 Y=1, for which ulysses("u") has no rules
     mesh: u=2     fix: beside(attention, gdn), a layout of each
@@ -212,5 +223,15 @@ ulysses("u") beside gdn_ulysses("u"): H=1 value heads are fewer than u=2 ranks
 a plan lacks sizes: S
     sizes: V=128 Y=1 D=2048 H=32 K=16 G=2 E=128 W=4 B=1 N=128     fix: S=..., globally
 stack(layers=...): at least one layer is needed
-    fix: [each.attention.sizes for each in cfg.layers]""",
+    fix: [each.attention.sizes for each in cfg.layers]
+stack(layers=...): sizes of each layer are needed, in a sequence, not DecoderConfig
+    fix: [each.attention.sizes for each in cfg.layers]
+stack(layers=...): layers[0] is LayerConfig, not sizes by letter
+    fix: [each.attention.sizes for each in cfg.layers]
+stack(layers=...): layers[1] is GDNConfig, not sizes by letter
+    fix: [each.sizes for each in layers]
+stack(layers=...): sizes of each layer are needed, in a sequence, not dict
+    fix: [each.attention.sizes for each in cfg.layers]
+stack(H=4): layers[0] says H=8 itself
+    fix: without H, or other sizes of this layer""",
     )
