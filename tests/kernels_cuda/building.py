@@ -18,19 +18,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["SANITIZERS", "BuildError", "Builder", "cuda_headers"]
+__all__ = ["SANITIZERS", "SIMT", "BuildError", "Builder", "cuda_headers"]
 
 SIMT = Path(__file__).parent / "simt"
 RUNTIME = ("scheduler.cpp", "collectives.cpp", "faults.cpp", "hooks.cpp")
 
 _LANGUAGE = ("-std=c++20", "-w", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-ffp-contract=off")
 _KERNEL = (*_LANGUAGE, "-O1", "-fno-strict-aliasing", "-ffunction-sections", "-fdata-sections")
+_RUNTIME = (*_LANGUAGE, "-O2", "-ftree-vectorize", "-fno-tree-loop-distribute-patterns")
 _VOLATILE = ("--param", "tsan-distinguish-volatile=1")
 # sanitizer -> what the kernel's text is compiled with, what it is linked with, what the runtime is told
 SANITIZERS: dict[str | None, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     # No library of a sanitizer: simt/hooks.cpp is called instead.
     None: (
-        ("-g1", "-fsanitize=thread,alignment,null", "-fno-sanitize-recover=all", *_VOLATILE)
+        ("-g1", "-gdwarf-4", "-fsanitize=thread,alignment,null", "-fno-sanitize-recover=all", *_VOLATILE)
         + ("--param", "tsan-instrument-func-entry-exit=0"),
         ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs"),
         "-DSIMT_PLAIN",
@@ -98,7 +99,7 @@ class Builder:
 
     def runtime(self, sanitizer: str | None) -> Path:
         """What every kernel is linked with, never instrumented itself."""
-        flags = (*_LANGUAGE, "-O2", SANITIZERS[sanitizer][2], *_includes())
+        flags = (*_RUNTIME, SANITIZERS[sanitizer][2], *_includes())
 
         def make(folder: Path) -> Path:
             _run("g++", *flags, "-c", *(str(SIMT / name) for name in RUNTIME), folder=folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import re
 import shutil
 import struct
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .building import SANITIZERS, Builder
+from .building import SANITIZERS, SIMT, Builder
 from .launch import Launch
 
 __all__ = ["Host", "KernelFault", "Launch"]
@@ -37,6 +38,17 @@ KERNELS = Path(__file__).parents[2] / "kernels_cuda"
 
 class KernelFault(RuntimeError):
     """What a kernel did wrong: file and line, which thread, who waits where, or a sanitizer's report."""
+
+
+class _Region(ctypes.Structure):
+    """simt::Region."""
+
+    _fields_ = [
+        ("start", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("argument", ctypes.c_int32),
+        ("constant", ctypes.c_int32),
+    ]
 
 
 class _Request(ctypes.Structure):
@@ -50,6 +62,8 @@ class _Request(ctypes.Structure):
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
         ("next", ctypes.POINTER(ctypes.c_int64)),
+        ("regions", ctypes.POINTER(_Region)),
+        ("region_count", ctypes.c_uint64),
     ]
 
 
@@ -96,24 +110,20 @@ class Host:
         parameters = _signature(built, self._sanitizer)
         _check(launch, parameters)
         request = _Request((*launch.grid,), (*launch.block,), launch.shared_bytes, launch.cooperative, self._order, self._seed)
-        pointers = [(t, p) for t, p in zip(launch.args, parameters, strict=True) if isinstance(t, Tensor) and t.numel()]
-        written = [_extent(t) for t, p in pointers if not p.const]
-        kept = [
-            (i, _checksum(t))
-            for i, (t, p) in enumerate(pointers)
-            if p.const and not any(_overlap(_extent(t), other) for other in written)
-        ]
+        regions = _regions(launch, parameters)
+        kept = {r.argument: _checksum(r) for r in regions if r.constant}
         if self._sanitizer is None:
-            self._here(built, request, launch)
+            self._here(built, request, regions, launch)
         else:
-            _elsewhere(built, request, launch, self._sanitizer)
-        for i, before in kept:
-            if _checksum(pointers[i][0]) != before:
-                at = next(n for n, arg in enumerate(launch.args) if arg is pointers[i][0])
-                raise KernelFault(f"{launch.name} wrote to argument {at}, which it takes as `{pointers[i][1]}`")
+            _elsewhere(built, request, regions, launch, self._sanitizer)
+        for region in regions:
+            if region.constant and _checksum(region) != kept[region.argument]:
+                was = f"`{parameters[region.argument]}`"
+                raise KernelFault(f"{launch.name} wrote to argument {region.argument}, which it takes as {was}")
 
-    def _here(self, built: Path, request: _Request, launch: Launch) -> None:
+    def _here(self, built: Path, request: _Request, regions: Sequence[_Region], launch: Launch) -> None:
         """In this process. Each thread has a library of its own: a machine is one thread of the operating system."""
+        request.regions, request.region_count = (_Region * len(regions))(*regions), len(regions)
         counter = ctypes.c_int64(0)  # of blocks, counted by all
         request.next = ctypes.pointer(counter)
         values = [_value(arg) for arg in launch.args]
@@ -228,22 +238,27 @@ def _is_pointer(arg: Any) -> bool:
     return arg is None or isinstance(arg, Tensor)
 
 
-def _extent(t: Tensor) -> tuple[int, int]:
-    """First byte and the one behind the last."""
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+def _regions(launch: Launch, parameters: Sequence[_Parameter]) -> list[_Region]:
+    """The tensors' memory, from the first byte to the one behind the last; what may be written comes first.
 
-
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return a[0] < b[1] and b[0] < a[1]
+    What is const for one argument and written through another is not const.
+    """
+    found = []
+    for i, (t, parameter) in enumerate(zip(launch.args, parameters, strict=True)):
+        if isinstance(t, Tensor) and t.numel():
+            last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+            found.append(_Region(t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size(), i, parameter.const))
+    for region in found:
+        region.constant &= not any(r.start < region.end and region.start < r.end for r in found if not r.constant)
+    return sorted(found, key=lambda region: region.constant)
 
 
 def _bytes(start: int, end: int) -> Any:
     return (ctypes.c_char * (end - start)).from_address(start)
 
 
-def _checksum(t: Tensor) -> int:
-    return zlib.crc32(_bytes(*_extent(t)))
+def _checksum(region: _Region) -> int:
+    return zlib.crc32(_bytes(region.start, region.end))
 
 
 @cache
@@ -260,11 +275,13 @@ def _library(built: Path, number: int) -> Any:
 
 
 def _with_lines(text: str, built: Path) -> str:
-    """A fault's text with addresses of code as file and line: {+0x1234}."""
+    """A fault's text with file and line for addresses of code, {+0x1234}, and for the functions they were inlined into."""
 
     def line(found: re.Match[str]) -> str:
-        told = subprocess.run(["addr2line", "-e", built, found[1]], capture_output=True, text=True, check=True)
-        return told.stdout.split()[0].rpartition("/")[2]
+        command = ["addr2line", "-i", "-e", built, found[1]]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        lines = [Path(line.split()[0]) for line in told]
+        return " from ".join(line.name for line in lines if line.parent != SIMT) or lines[-1].name
 
     return re.sub(r"\{\+(0x[0-9a-f]+)\}", line, text)
 
@@ -283,11 +300,12 @@ def _prefix(sanitizer: str) -> list[str]:
     return ["setarch", "-R"] if sanitizer == "thread" else []  # TSan's own memory stands where a random layout puts ours
 
 
-def _elsewhere(built: Path, request: _Request, launch: Launch, sanitizer: str) -> None:
+def _elsewhere(
+    built: Path, request: _Request, regions: Sequence[_Region], launch: Launch, sanitizer: str
+) -> None:
     """In a process of its own: what tensors share stays shared, and nothing else lies beside them."""
-    tensors = [arg for arg in launch.args if isinstance(arg, Tensor) and arg.numel()]
     buffers: list[tuple[int, int]] = []
-    for start, end in sorted(map(_extent, tensors)):
+    for start, end in sorted((r.start, r.end) for r in regions):
         if buffers and start < buffers[-1][1]:
             buffers[-1] = buffers[-1][0], max(end, buffers[-1][1])
         else:
@@ -322,6 +340,4 @@ def _elsewhere(built: Path, request: _Request, launch: Launch, sanitizer: str) -
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return os.environ | _OPTIONS

@@ -1,4 +1,4 @@
-// Atomics, and loads and stores that say how they are cached. Every atomic gives the other threads a turn first, so that
+// Atomics, and loads and stores that say how they are cached, of what is aligned to its own size. Every atomic gives the other threads a turn first, so that
 // what comes between two of them differs from order to order.
 #pragma once
 #include <cstring>
@@ -15,18 +15,12 @@
 
 namespace simt {
 
-inline void check(const char* call, const void* p, size_t bytes, At at) {
-  if (reinterpret_cast<uintptr_t>(p) % bytes)
-    fault(call, at, "let the address be a multiple of what is accessed", "address ...%03zx is no multiple of %zu bytes",
-          static_cast<size_t>(reinterpret_cast<uintptr_t>(p) & 0xfff), bytes);
-}
-
 // Replace what is at p by what `with` makes of it, and return what was there.
 template <class T, class F>
 SIMT_ATOMIC T modify(const char* call, T* p, At at, F with) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
   using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
-  check(call, p, sizeof(T), at);
+  access(call, p, sizeof(T), at);
   turn(call, at);
   auto bits = reinterpret_cast<Bits*>(p);
   Bits before = __atomic_load_n(bits, __ATOMIC_ACQUIRE), after;
@@ -42,10 +36,10 @@ SIMT_ATOMIC T modify(const char* call, T* p, At at, F with) {
 
 }  // namespace simt
 
-#define SIMT_ATOMIC_OP(name, made)                                                        \
-  template <class T>                                                                      \
-  T name(T* p, std::type_identity_t<T> value, simt::At at = simt::At::current()) {        \
-    return simt::modify(#name, p, at, [=](T old) -> T { return made; });                  \
+#define SIMT_ATOMIC_OP(name, made)                                                 \
+  template <class T>                                                               \
+  T name(T* p, std::type_identity_t<T> value, simt::At at = simt::At::current()) { \
+    return simt::modify(#name, p, at, [=](T old) -> T { return made; });           \
   }
 SIMT_ATOMIC_OP(atomicAdd, old + value)
 SIMT_ATOMIC_OP(atomicSub, old - value)
@@ -64,11 +58,11 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> valu
   return simt::modify("atomicCAS", p, at, [=](T old) { return old == expected ? value : old; });
 }
 
-#define SIMT_LOAD(name)                                          \
-  template <class T>                                             \
-  T name(const T* p, simt::At at = simt::At::current()) {        \
-    simt::check(#name, p, alignof(T), at);                       \
-    return *p;                                                   \
+#define SIMT_LOAD(name)                                   \
+  template <class T>                                      \
+  T name(const T* p, simt::At at = simt::At::current()) { \
+    simt::access(#name, p, sizeof(T), at);                \
+    return *p;                                            \
   }
 SIMT_LOAD(__ldg)
 SIMT_LOAD(__ldca)
@@ -77,11 +71,11 @@ SIMT_LOAD(__ldcs)
 SIMT_LOAD(__ldlu)
 #undef SIMT_LOAD
 
-#define SIMT_STORE(name)                                                                   \
-  template <class T>                                                                       \
-  void name(T* p, std::type_identity_t<T> value, simt::At at = simt::At::current()) {      \
-    simt::check(#name, p, alignof(T), at);                                                 \
-    *p = value;                                                                            \
+#define SIMT_STORE(name)                                                              \
+  template <class T>                                                                  \
+  void name(T* p, std::type_identity_t<T> value, simt::At at = simt::At::current()) { \
+    simt::access(#name, p, sizeof(T), at);                                            \
+    *p = value;                                                                       \
   }
 SIMT_STORE(__stcg)
 SIMT_STORE(__stcs)

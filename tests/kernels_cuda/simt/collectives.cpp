@@ -12,7 +12,8 @@ namespace simt {
 namespace {
 
 bool same(const At& a, const At& b) {
-  return a.line() == b.line() && a.column() == b.column() && !std::strcmp(a.file_name(), b.file_name());
+  return a.line() == b.line() && a.column() == b.column() &&
+         (a.file_name() == b.file_name() || !std::strcmp(a.file_name(), b.file_name()));
 }
 
 void stand(const char* call, At at) {
@@ -81,23 +82,27 @@ uint64_t folded(const Group& group, const Thread* lanes, T (*with)(T, T)) {
   return uint32_t(result);
 }
 
+// Which lanes of the group gave what `is` says.
+template <class F>
+uint32_t lanes_where(const Group& group, const Thread* lanes, F is) {
+  uint32_t found = 0;
+  for (int lane = 0; lane < 32; lane++)
+    if (group.mask >> lane & 1 && is(lanes[lane].given)) found |= uint32_t{1} << lane;
+  return found;
+}
+
 // What a lane gets, once all lanes of the group have given.
 uint64_t result(const Group& group, const Thread* lanes, const Thread& me) {
-  uint32_t ballot = 0, match = 0;
-  for (int lane = 0; lane < 32; lane++) {
-    if (!(group.mask >> lane & 1)) continue;
-    ballot |= uint32_t(lanes[lane].given != 0) << lane;
-    match |= uint32_t(lanes[lane].given == me.given) << lane;
-  }
+  auto set = [](uint64_t given) { return given != 0; };
   using U = uint32_t;
   using I = int32_t;
   switch (group.op) {
     case Op::sync: return 0;
     case Op::shuffle: return lanes[me.source].given;
-    case Op::ballot: return ballot;
-    case Op::any: return ballot != 0;
-    case Op::all: return ballot == group.mask;
-    case Op::match_any: return match;
+    case Op::ballot: return lanes_where(group, lanes, set);
+    case Op::any: return lanes_where(group, lanes, set) != 0;
+    case Op::all: return lanes_where(group, lanes, set) == group.mask;
+    case Op::match_any: return lanes_where(group, lanes, [&](uint64_t given) { return given == me.given; });
     case Op::add: return folded<U>(group, lanes, [](U a, U b) { return a + b; });
     case Op::min: return folded<U>(group, lanes, [](U a, U b) { return std::min(a, b); });
     case Op::max: return folded<U>(group, lanes, [](U a, U b) { return std::max(a, b); });
@@ -128,12 +133,8 @@ uint64_t meet(Op op, const char* call, unsigned mask, uint64_t given, int source
     fault(call, at, "let the lane that is read make the call too", "lane %u reads lane %d, which is not in the mask 0x%08x",
           me.lane, source, mask);
   Group* group = nullptr;
-  for (Group& other : warp.groups) {
+  for (Group& other : warp.groups)
     if (other.mask == mask && other.op == op && same(other.at, at)) group = &other;
-    else if (other.mask != mask && other.mask & other.arrived & mask)
-      fault(call, at, "one mask for all lanes that meet", "mask 0x%08x names lane %d, which waits in %s at %s with mask 0x%08x", mask,
-             __builtin_ctz(other.mask & other.arrived & mask), other.call, place(lanes[__builtin_ctz(other.arrived)]).c_str(), other.mask);
-  }
   if (!group) {
     warp.groups.push_back({mask, 0, op, at, call, &warp.memory[warp.met++ % sizeof warp.memory]});
     group = &warp.groups.back();

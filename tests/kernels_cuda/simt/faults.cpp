@@ -24,10 +24,6 @@ std::string spot(const At& at) {
   return format("%s:%u", slash ? slash + 1 : at.file_name(), unsigned(at.line()));
 }
 
-bool alike(const Thread& a, const Thread& b) {
-  return a.state == b.state && (a.state == State::exited || (a.mask == b.mask && place(a) == place(b)));
-}
-
 std::string standing(const Thread& t) {
   if (t.state == State::exited) return "exited";
   std::string text = t.state == State::ready ? "can run" : "wait";
@@ -36,16 +32,26 @@ std::string standing(const Thread& t) {
   return t.state == State::warp ? text + format(", mask 0x%08x", t.mask) : text;
 }
 
-// Lines such as "threads 0-95 wait in __syncthreads at gemv.cu:12".
+// Lines such as "threads 0-95: wait in __syncthreads at gemv.cu:12".
 std::string everyone(const Block& block) {
-  std::string text;
-  unsigned lines = 0;
-  for (size_t i = 0, end; i < block.threads.size(); i = end) {
-    for (end = i + 1; end < block.threads.size() && alike(block.threads[i], block.threads[end]);) end++;
-    if (lines++ == 8) return text + format("\n    threads %zu-%zu: not shown", i, block.threads.size() - 1);
-    text += end == i + 1 ? format("\n    thread %zu: ", i) : format("\n    threads %zu-%zu: ", i, end - 1);
-    text += standing(block.threads[i]);
+  struct Line {
+    std::string standing, ranks;
+    unsigned ranges = 0;
+  };
+  std::vector<Line> lines;
+  size_t count = block.threads.size();
+  for (size_t i = 0, end; i < count; i = end) {
+    std::string here = standing(block.threads[i]);
+    for (end = i + 1; end < count && standing(block.threads[end]) == here;) end++;
+    size_t at = 0;
+    while (at < lines.size() && lines[at].standing != here) at++;
+    if (at == lines.size()) lines.push_back({here, "", 0});
+    Line& line = lines[at];
+    if (++line.ranges <= 4) line.ranks += format(end == i + 1 ? ", %zu" : ", %zu-%zu", i, end - 1);
+    if (line.ranges == 5) line.ranks += ", ...";
   }
+  std::string text;
+  for (const Line& line : lines) text += "\n    threads " + line.ranks.substr(2) + ": " + line.standing;
   return text;
 }
 
@@ -97,11 +103,14 @@ std::string stalled() {
       if (t.state == State::warp && !in_warp) in_warp = &t;
     }
     if (in_warp) {
-      unsigned gone = in_warp->mask & in_warp->warp->exited;
+      unsigned mask = in_warp->mask, gone = mask & in_warp->warp->exited, other = 0;
+      for (const Group& group : in_warp->warp->groups)
+        if (group.mask != mask && group.mask & mask) other = group.mask;
       std::string what = format("%s: %s: ", place(*in_warp).c_str(), in_warp->call);
-      what += gone ? format("mask 0x%08x names lanes that have exited (0x%08x)", in_warp->mask, gone)
-                   : format("lanes of mask 0x%08x wait for lanes that make another call", in_warp->mask);
-      return report(what.c_str(), *block, "let every lane of the mask reach the same call, or name only those that do");
+      what += gone    ? format("mask 0x%08x names lanes that have exited: 0x%08x", mask, gone)
+              : other ? format("mask 0x%08x overlaps 0x%08x, which other lanes wait with", mask, other)
+                      : format("lanes of mask 0x%08x never come", mask);
+      return report(what.c_str(), *block, "let every lane of a mask reach the same call, and name no other lane");
     }
     if (at_barrier) {
       std::string what = format("%s: %s: divergent barrier: ", place(*at_barrier).c_str(), at_barrier->call);

@@ -89,7 +89,13 @@ struct Block {
   char memory[2];
 };
 
-// One launch, as a caller writes it. Mirrored in harness.py.
+// Memory that a kernel may touch: an argument of the launch. Mirrored in harness.py, as is Request.
+struct Region {
+  uint64_t start, end;
+  int32_t argument, constant;
+};
+
+// One launch, as a caller writes it.
 struct Request {
   unsigned grid[3], block[3];
   uint64_t shared_bytes;
@@ -97,6 +103,8 @@ struct Request {
   int32_t order;  // 0 forward, 1 reversed, 2 shuffled by seed
   uint32_t seed;
   int64_t* next;  // which block comes next, counted by all who run blocks of this launch
+  Region* regions;  // the arguments' memory, those first that may be written
+  uint64_t region_count;
 };
 
 // A kernel as its text gives it: the call with cuLaunchKernel's arguments, and its parameters as the compiler prints them.
@@ -106,15 +114,19 @@ struct Entry {
   const char* name;
 };
 
-extern Thread* current;  // the thread that runs
+extern Thread* current;  // the thread that runs, and what kernel text asks of it
+extern uint3 thread_index, block_index;
 extern dim3 grid_dim, block_dim;
-extern bool changed;      // memory, or where a thread stands: what a spin wait may wait for
-extern uint64_t ticks;    // clock64
+extern unsigned lane;
+extern char* dynamic_shared;
+extern bool changed;    // memory, or where a thread stands: what a spin wait may wait for
+extern uint64_t ticks;  // clock64
 
 void turn(const char* call, At at);  // let the others run
 int barrier(Vote vote, const char* call, int predicate, At at);
 void grid_barrier(At at);
 uint64_t meet(Op op, const char* call, unsigned mask, uint64_t given, int source, At at);
+void access(const char* call, const void* p, size_t bytes, At at);  // an address that the compiler does not show us
 [[noreturn]] void fault(const char* call, At at, const char* fix, const char* text, ...) __attribute__((format(printf, 4, 5)));
 
 }  // namespace simt

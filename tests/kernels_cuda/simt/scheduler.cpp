@@ -20,7 +20,10 @@ extern char simt_shared_end[] __attribute__((visibility("hidden")));
 namespace simt {
 
 Thread* current = nullptr;
+uint3 thread_index, block_index;
 dim3 grid_dim, block_dim;
+unsigned lane = 0;
+char* dynamic_shared = nullptr;
 bool changed = false;
 uint64_t ticks = 0;
 Launch launch;
@@ -30,12 +33,13 @@ namespace {
 std::mt19937 dice;
 std::vector<Block*> blocks;  // kept from launch to launch, with their stacks
 
-// Neither memset nor memcpy, which the sanitizers watch: red zones lie between the variables.
+// Neither becomes memset or memcpy (building.py says so to the compiler), which the sanitizers watch: red zones lie
+// between the variables.
 void fill(char* start, const char* end) {
-  for (volatile char* p = start; p != end; ++p) *p = char(0xff);
+  for (char* p = start; p != end; ++p) *p = char(0xff);
 }
 void copy(char* to, const char* from, size_t bytes) {
-  for (size_t i = 0; i < bytes; i++) static_cast<volatile char*>(to)[i] = from[i];
+  for (size_t i = 0; i < bytes; i++) to[i] = from[i];
 }
 
 void live() {  // a thread's life, block after block
@@ -53,11 +57,11 @@ void live() {  // a thread's life, block after block
   }
 }
 
-// As many threads as the launch has, each on a stack of its own.
+// As many threads as the launch has, each on a stack of its own, with room below the first.
 void populate(Block& block, unsigned count) {
   if (block.threads.size() != count) {
-    if (block.stacks) munmap(block.stacks, block.threads.size() * stack_bytes);
-    block.stacks = static_cast<char*>(mmap(nullptr, count * stack_bytes, PROT_READ | PROT_WRITE,
+    if (block.stacks) munmap(block.stacks, (block.threads.size() + 1) * stack_bytes);
+    block.stacks = static_cast<char*>(mmap(nullptr, (count + 1) * stack_bytes, PROT_READ | PROT_WRITE,
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     block.threads = std::vector<Thread>(count);
     block.warps = std::vector<Warp>((count + 31) / 32);
@@ -70,7 +74,7 @@ void populate(Block& block, unsigned count) {
     t.warp = &block.warps[rank / 32];
     t.rank = rank;
     t.lane = rank % 32;
-    prepare(t.fiber, block.stacks + rank * stack_bytes, rank, live);
+    prepare(t.fiber, block.stacks + (rank + 1) * stack_bytes, rank, live);
   }
   std::iota(block.order.begin(), block.order.end(), 0u);
   if (launch.request.order == 1) std::reverse(block.order.begin(), block.order.end());
@@ -104,12 +108,16 @@ void begin(Block& block, uint64_t number) {
 // Give each thread of the block that can run one turn. True where one could.
 bool turns(Block& block) {
   bool moved = false;
+  block_index = block.index;
+  dynamic_shared = block.dynamic;
   if (launch.request.order == 2) std::shuffle(block.order.begin(), block.order.end(), dice);
   for (unsigned rank : block.order) {
     Thread& t = block.threads[rank];
     if (t.state != State::ready) continue;
     moved = true;
     current = &t;
+    thread_index = t.index;
+    lane = t.lane;
     switch_fiber(scheduler, t.fiber);
     if (t.state == State::exited && overflowed(t.fiber))
       launch.fault = report("a thread used more than 128 KiB of stack", block, "smaller arrays in the kernel's frame");
@@ -219,7 +227,7 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   }
   acquire(&launch.memory[3]);
   for (size_t i = 8; i < blocks.size(); i++) {  // few launches are cooperative: give the many stacks back
-    munmap(blocks[i]->stacks, blocks[i]->threads.size() * stack_bytes);
+    munmap(blocks[i]->stacks, (blocks[i]->threads.size() + 1) * stack_bytes);
     delete blocks[i];
   }
   blocks.resize(std::min<size_t>(blocks.size(), 8));

@@ -29,10 +29,10 @@
 #define __noinline__ __attribute__((noinline))
 
 // Dynamic shared memory, exactly as long as the launch says.
-#define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(simt::current->block->dynamic)
+#define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(simt::dynamic_shared)
 
-#define threadIdx (simt::current->index)
-#define blockIdx (simt::current->block->index)
+#define threadIdx (simt::thread_index)
+#define blockIdx (simt::block_index)
 #define blockDim (simt::block_dim)
 #define gridDim (simt::grid_dim)
 constexpr int warpSize = 32;

@@ -25,8 +25,6 @@ T shuffle(const char* call, unsigned mask, T value, int source, int width, At at
   return value;
 }
 
-inline int lane() { return static_cast<int>(current->lane); }
-
 }  // namespace simt
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_AT) { simt::meet(simt::Op::sync, "__syncwarp", mask, 0, 0, at); }
@@ -34,21 +32,21 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_AT) { simt::meet(simt::
 // A lane beyond its own section of `width` lanes reads itself.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, SIMT_AT) {
-  return simt::shuffle("__shfl_sync", mask, value, (simt::lane() & -width) | (source & (width - 1)), width, at);
+  return simt::shuffle("__shfl_sync", mask, value, (static_cast<int>(simt::lane) & -width) | (source & (width - 1)), width, at);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_AT) {
-  int lane = simt::lane(), source = lane - static_cast<int>(delta);
+  const int lane = static_cast<int>(simt::lane), source = lane - static_cast<int>(delta);
   return simt::shuffle("__shfl_up_sync", mask, value, source < (lane & -width) ? lane : source, width, at);
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_AT) {
-  int lane = simt::lane(), source = lane + static_cast<int>(delta);
+  const int lane = static_cast<int>(simt::lane), source = lane + static_cast<int>(delta);
   return simt::shuffle("__shfl_down_sync", mask, value, source >= (lane & -width) + width ? lane : source, width, at);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int with, int width = 32, SIMT_AT) {
-  int lane = simt::lane(), source = lane ^ with;
+  const int lane = static_cast<int>(simt::lane), source = lane ^ with;
   return simt::shuffle("__shfl_xor_sync", mask, value, source >= (lane & -width) + width ? lane : source, width, at);
 }
 
@@ -62,7 +60,7 @@ inline int __all_sync(unsigned mask, int predicate, SIMT_AT) {
   return static_cast<int>(simt::meet(simt::Op::all, "__all_sync", mask, predicate != 0, 0, at));
 }
 // Which lanes run together is promised to nobody: here it is none but the caller.
-inline unsigned __activemask() { return 1u << simt::lane(); }
+inline unsigned __activemask() { return 1u << simt::lane; }
 
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value, SIMT_AT) {
