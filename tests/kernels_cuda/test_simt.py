@@ -294,7 +294,10 @@ faulty.cu:47: atomicAdd: the address is 2 bytes past a multiple of 4
 faulty.cu:49: access to 'float' at a null pointer
     kernel faulty, block (0, 0, 0), thread (0, 0, 0)
     fix: a tensor for this argument, or a test before the access""")
-    assert_expected_inline(fault(18), """""")
+    assert_expected_inline(fault(18), """\
+faulty.cu:62: write of 4 bytes, 16 bytes over the end of argument 1
+    kernel faulty, block (0, 0, 0), thread (0, 0, 0)
+    fix: a bound on the index, or a longer tensor""")
 
 
 def test_waits_that_never_end():
@@ -345,7 +348,10 @@ grid (1, 0, 1) of blocks (1, 1, 1) is empty
 shared memory of 232449 bytes, and 0 declared, is over the limit of 232448
     kernel faulty
     fix: smaller tiles""")
-    assert_expected_inline(told("too_much_declared"), """""")
+    assert_expected_inline(told("too_much_declared"), """\
+49156 bytes of __shared__ variables are over the limit of 49152
+    kernel too_much_declared
+    fix: dynamic shared memory, which may be larger""")
 
 
 def test_after_a_fault_the_next_launch_is_right():
@@ -373,9 +379,15 @@ faulty: argument 1 is a torch.float16 tensor on cpu, the kernel takes `float*`
     assert_expected_inline(told(ctypes.c_long(0), y, None, c(64)), """\
 faulty: argument 0 is a c_long, the kernel takes `int`
     fix: ctypes.c_int(...)""")
-    assert_expected_inline(told(c(0), c(0), None, c(64)), """""")
-    assert_expected_inline(told(0, y, None, c(64)), """""")
-    assert_expected_inline(told(c(0), y.to("meta"), None, c(64)), """""")
+    assert_expected_inline(told(c(0), c(0), None, c(64)), """\
+faulty: argument 1 is a c_int, the kernel takes `float*`
+    fix: torch.float32 tensor on the CPU, or None""")
+    assert_expected_inline(told(0, y, None, c(64)), """\
+faulty: argument 0 is a int, the kernel takes `int`
+    fix: ctypes.c_int(...)""")
+    assert_expected_inline(told(c(0), y.to("meta"), None, c(64)), """\
+faulty: argument 1 is a torch.float32 tensor on meta, the kernel takes `float*`
+    fix: torch.float32 tensor on the CPU, or None""")
 
 
 def test_const_is_const():
