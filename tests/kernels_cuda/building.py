@@ -21,11 +21,11 @@ from pathlib import Path
 __all__ = ["SANITIZERS", "SIMT", "BuildError", "Builder", "cuda_headers"]
 
 SIMT = Path(__file__).parent / "simt"
-RUNTIME = ("scheduler.cpp", "collectives.cpp", "faults.cpp", "hooks.cpp")
+RUNTIME = ("scheduler.cpp", "collectives.cpp", "faults.cpp", "hooks.cpp")  # and process.cpp, under a sanitizer
 
 _LANGUAGE = ("-std=c++20", "-w", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-ffp-contract=off")
 _KERNEL = (*_LANGUAGE, "-O1", "-fno-strict-aliasing", "-ffunction-sections", "-fdata-sections")
-_RUNTIME = (*_LANGUAGE, "-O2", "-ftree-vectorize", "-fno-tree-loop-distribute-patterns")
+_RUNTIME = (*_LANGUAGE, "-O1", "-ftree-vectorize", "-fno-tree-loop-distribute-patterns")
 _VOLATILE = ("--param", "tsan-distinguish-volatile=1")
 # sanitizer -> what the kernel's text is compiled with, what it is linked with, what the runtime is told
 SANITIZERS: dict[str | None, tuple[tuple[str, ...], tuple[str, ...], str]] = {
@@ -90,9 +90,8 @@ class Builder:
             (folder / "kernel.cpp").write_text(code)
             runtime = self.runtime(sanitizer)
             _run("g++", *compiled, "-c", "kernel.cpp", "-o", "kernel.o", folder=folder)
-            more = () if sanitizer is None else (str(SIMT / "process.cpp"), "-std=c++20", told, *_includes())
             script = ("-Wl,--gc-sections", f"-Wl,-T,{SIMT / 'shared.ld'}")
-            _run("g++", "kernel.o", str(runtime), *more, *linked, *script, "-o", "made", folder=folder)
+            _run("g++", "kernel.o", str(runtime), *linked, *script, "-o", "made", folder=folder)
             return folder / "made"
 
         return self._kept(f"{text.stem}.{sanitizer or 'host'}", [code, *map(str, (*compiled, *linked)), *parts], make)
@@ -102,9 +101,9 @@ class Builder:
         flags = (*_RUNTIME, SANITIZERS[sanitizer][2], *_includes())
 
         def make(folder: Path) -> Path:
-            _run("g++", *flags, "-c", *(str(SIMT / name) for name in RUNTIME), folder=folder)
-            objects = [name.replace(".cpp", ".o") for name in RUNTIME]
-            _run("g++", "-r", "-nostdlib", *objects, "-o", "made", folder=folder)
+            files = [*RUNTIME, *(["process.cpp"] if sanitizer else [])]
+            (folder / "runtime.cpp").write_text("".join(f'#include "{SIMT / name}"\n' for name in files))
+            _run("g++", *flags, "-c", "runtime.cpp", "-o", "made", folder=folder)
             return folder / "made"
 
         return self._kept(f"runtime.{sanitizer or 'host'}", [*flags, *_sources()], make)
@@ -173,6 +172,7 @@ def _includes() -> tuple[str, ...]:
 
 
 def _run(*command: str, folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    environment = os.environ | {"LC_ALL": "C"}  # messages in English, in ASCII
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise BuildError(f"g++ refused\n{done.stderr}")

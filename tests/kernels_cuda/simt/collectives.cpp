@@ -3,7 +3,6 @@
 // A barrier opens when every thread of the block stands at the same one, the same line of text. A warp operation happens
 // when every lane of its mask stands at the same call. Threads that can never meet are left standing, until nothing
 // moves: then it is known who waits where, in whichever order the threads ran.
-#include <algorithm>
 #include <cstring>
 
 #include "runtime.hpp"
@@ -35,8 +34,9 @@ int barrier(Vote vote, const char* call, int predicate, At at) {
   release(memory);
   current->state = State::barrier;
   block.waiting++;
-  auto here = [&](const Thread& t) { return t.state == State::barrier && same(t.at, at); };
-  if (block.waiting == block.threads.size() && std::all_of(block.threads.begin(), block.threads.end(), here)) {
+  bool open = block.waiting == block.threads.size();
+  for (size_t i = 0; open && i < block.threads.size(); i++) open = same(block.threads[i].at, at);
+  if (open) {
     for (Thread& t : block.threads) t.state = State::ready;
     block.voted = block.votes;
     block.waiting = 0;
@@ -104,10 +104,10 @@ uint64_t result(const Group& group, const Thread* lanes, const Thread& me) {
     case Op::all: return lanes_where(group, lanes, set) == group.mask;
     case Op::match_any: return lanes_where(group, lanes, [&](uint64_t given) { return given == me.given; });
     case Op::add: return folded<U>(group, lanes, [](U a, U b) { return a + b; });
-    case Op::min: return folded<U>(group, lanes, [](U a, U b) { return std::min(a, b); });
-    case Op::max: return folded<U>(group, lanes, [](U a, U b) { return std::max(a, b); });
-    case Op::min_signed: return folded<I>(group, lanes, [](I a, I b) { return std::min(a, b); });
-    case Op::max_signed: return folded<I>(group, lanes, [](I a, I b) { return std::max(a, b); });
+    case Op::min: return folded<U>(group, lanes, [](U a, U b) { return b < a ? b : a; });
+    case Op::max: return folded<U>(group, lanes, [](U a, U b) { return a < b ? b : a; });
+    case Op::min_signed: return folded<I>(group, lanes, [](I a, I b) { return b < a ? b : a; });
+    case Op::max_signed: return folded<I>(group, lanes, [](I a, I b) { return a < b ? b : a; });
     case Op::band: return folded<U>(group, lanes, [](U a, U b) { return a & b; });
     case Op::bor: return folded<U>(group, lanes, [](U a, U b) { return a | b; });
     case Op::bxor: return folded<U>(group, lanes, [](U a, U b) { return a ^ b; });
@@ -121,7 +121,8 @@ uint64_t meet(Op op, const char* call, unsigned mask, uint64_t given, int source
   Thread& me = *current;
   Warp& warp = *me.warp;
   Thread* lanes = &me - me.lane;
-  unsigned count = std::min<unsigned>(32, unsigned(me.block->threads.size()) - (me.rank - me.lane));
+  unsigned count = unsigned(me.block->threads.size()) - (me.rank - me.lane);
+  if (count > 32) count = 32;
   if (count < 32) mask &= (1u << count) - 1;  // a last warp that is not full: a full mask means the lanes there are
   stand(call, at);
   me.mask = mask;

@@ -51,7 +51,7 @@ std::string everyone(const Block& block) {
     if (line.ranges == 5) line.ranks += ", ...";
   }
   std::string text;
-  for (const Line& line : lines) text += "\n    threads " + line.ranks.substr(2) + ": " + line.standing;
+  for (const Line& line : lines) text += (line.ranks.find_first_of("-,", 2) == std::string::npos ? "\n    thread " : "\n    threads ") + line.ranks.substr(2) + ": " + line.standing;
   return text;
 }
 

@@ -30,6 +30,7 @@ bool holds(uintptr_t start, uintptr_t end, uintptr_t p, size_t bytes) { return p
 // Which end of what is nearest to an address that lies in nothing which a kernel may touch.
 std::string nearest(uintptr_t p, size_t bytes) {
   const simt::Request& request = simt::launch.request;
+  if (p < 4096) return " at a null pointer";
   uint64_t least = 1 << 20;
   std::string text = ", far from every argument";
   auto look = [&](uintptr_t start, uintptr_t end, const std::string& name) {

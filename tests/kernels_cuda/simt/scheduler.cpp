@@ -2,14 +2,9 @@
 //
 // Blocks run one after another, or all at once where the launch is cooperative. Threads of a block take turns in one of
 // three orders: forward, reversed, or shuffled anew each round. A right kernel gives the same bits in each.
-#include <algorithm>
-#include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <numeric>
-#include <random>
-
 #include <sys/mman.h>
+
+#include <cstdlib>
 
 #include "runtime.hpp"
 
@@ -30,8 +25,21 @@ Launch launch;
 
 namespace {
 
-std::mt19937 dice;
 std::vector<Block*> blocks;  // kept from launch to launch, with their stacks
+std::vector<void*> spent;    // dynamic shared memory of blocks that have ended
+uint64_t dice;
+
+// Steele, Lea and Flood's splitmix64, and Fisher and Yates' shuffle.
+uint64_t throw_dice() {
+  uint64_t z = dice += 0x9e3779b97f4a7c15;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+template <class T>
+void shuffle(std::vector<T>& list) {
+  for (size_t i = list.size(); i > 1; i--) std::swap(list[i - 1], list[throw_dice() % i]);
+}
 
 // Neither becomes memset or memcpy (building.py says so to the compiler), which the sanitizers watch: red zones lie
 // between the variables.
@@ -76,8 +84,7 @@ void populate(Block& block, unsigned count) {
     t.lane = rank % 32;
     prepare(t.fiber, block.stacks + (rank + 1) * stack_bytes, rank, live);
   }
-  std::iota(block.order.begin(), block.order.end(), 0u);
-  if (launch.request.order == 1) std::reverse(block.order.begin(), block.order.end());
+  for (unsigned i = 0; i < count; i++) block.order[i] = launch.request.order == 1 ? count - 1 - i : i;
 }
 
 void begin(Block& block, uint64_t number) {
@@ -98,11 +105,18 @@ void begin(Block& block, uint64_t number) {
   }
   void* dynamic = nullptr;
   if (posix_memalign(&dynamic, 128, launch.request.shared_bytes)) abort();
+  spent.push_back(dynamic);
   block.dynamic = static_cast<char*>(dynamic);
   fill(block.dynamic, block.dynamic + launch.request.shared_bytes);
   fill(simt_shared_start, simt_shared_end);
   if (launch.alive.size() > 1) block.kept.assign(simt_shared_end - simt_shared_start, char(0xff));
   forget(simt_shared_start, simt_shared_end - simt_shared_start);
+  release(&launch.memory[2]);
+}
+
+void bury() {
+  for (void* dynamic : spent) free(dynamic);
+  spent.clear();
 }
 
 // Give each thread of the block that can run one turn. True where one could.
@@ -110,7 +124,7 @@ bool turns(Block& block) {
   bool moved = false;
   block_index = block.index;
   dynamic_shared = block.dynamic;
-  if (launch.request.order == 2) std::shuffle(block.order.begin(), block.order.end(), dice);
+  if (launch.request.order == 2) shuffle(block.order);
   for (unsigned rank : block.order) {
     Thread& t = block.threads[rank];
     if (t.state != State::ready) continue;
@@ -134,7 +148,7 @@ void run() {
   for (long idle = 0; launch.fault.empty();) {
     bool moved = false, left = false;
     changed = false;
-    if (launch.request.order == 2) std::shuffle(launch.alive.begin(), launch.alive.end(), dice);
+    if (launch.request.order == 2) shuffle(launch.alive);
     for (Block* block : launch.alive) {
       if (!block->live) continue;
       if (several) {
@@ -200,7 +214,7 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   if (!launch.fault.empty()) return launch.fault.c_str();
   launch.args = args;
   ticks = 0;
-  dice.seed(request->seed);
+  dice = request->seed;
   unsigned count = block_dim.x * block_dim.y * block_dim.z;
   uint64_t total = uint64_t(grid_dim.x) * grid_dim.y * grid_dim.z;
   launch.total = total * count;
@@ -210,27 +224,28 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
 #if defined(SIMT_THREAD)
   scheduler.tsan = __tsan_get_current_fiber();
 #endif
-  release(&launch.memory[2]);
   std::vector<uint64_t> numbers;  // of the blocks, in the order in which they begin
   if (request->order == 2) {
-    numbers.resize(total);
-    std::iota(numbers.begin(), numbers.end(), uint64_t{0});
-    std::shuffle(numbers.begin(), numbers.end(), std::mt19937_64(request->seed));
+    for (uint64_t i = 0; i < total; i++) numbers.push_back(i);
+    shuffle(numbers);
   }
   auto number = [&](uint64_t i) { return request->order == 2 ? numbers[i] : request->order == 1 ? total - 1 - i : i; };
-  std::atomic_ref<int64_t> next(*request->next);
-  for (uint64_t i; launch.fault.empty() && (i = uint64_t(next.fetch_add(int64_t(together)))) < total;) {
+  auto take = [&] { return uint64_t(__atomic_fetch_add(request->next, int64_t(together), __ATOMIC_RELAXED)); };
+  for (uint64_t i; launch.fault.empty() && (i = take()) < total;) {
     launch.alive.assign(blocks.begin(), blocks.begin() + together);
     for (size_t j = 0; j < together; j++) begin(*blocks[j], number(i + j));
     run();
-    for (size_t j = 0; j < together; j++) free(blocks[j]->dynamic);
+#if !defined(SIMT_THREAD)
+    bury();
+#endif
   }
   acquire(&launch.memory[3]);
+  bury();  // under TSan not before: whoever frees must have waited, and then so would have the blocks that follow
   for (size_t i = 8; i < blocks.size(); i++) {  // few launches are cooperative: give the many stacks back
     munmap(blocks[i]->stacks, (blocks[i]->threads.size() + 1) * stack_bytes);
     delete blocks[i];
   }
-  blocks.resize(std::min<size_t>(blocks.size(), 8));
+  if (blocks.size() > 8) blocks.resize(8);
   return launch.fault.empty() ? nullptr : launch.fault.c_str();
 }
 

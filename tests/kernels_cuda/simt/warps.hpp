@@ -19,7 +19,7 @@ uint64_t bits(T value) {
 
 template <class T>
 T shuffle(const char* call, unsigned mask, T value, int source, int width, At at) {
-  if (width < 1 || width > 32 || width & (width - 1)) fault(call, at, "1, 2, 4, 8, 16 or 32", "width %d", width);
+  if (width < 1 || width > 32 || width & (width - 1)) fault(call, at, "1, 2, 4, 8, 16 or 32", "a width of %d lanes", width);
   uint64_t taken = meet(Op::shuffle, call, mask, bits(value), source, at);
   std::memcpy(static_cast<void*>(&value), &taken, sizeof value);
   return value;
