@@ -25,7 +25,6 @@ from .rehearsal import Rank, moves_around, rehearse
 from .schedules import MATERIALISED, schedule_of
 from .show import columns, ranks_text
 from .spec import parse
-from .trace import Event
 
 __all__ = ["Exchange", "Plan", "diff", "ends_of", "plan", "span"]
 
@@ -51,8 +50,9 @@ class Plan:
     """What attention in a layout sends, computes and keeps. Prints as text; a notebook shows a table.
 
     facts: mesh, sizes, dtype, what queries see, options. exchanges: in the order of their launch, forward and then
-    backward. classes: ranks by what they do. order: launches, waits, the core, and where a scan takes in the states
-    before it, forward and backward. pending: for each input the axes over which its gradient is a pending sum. volume:
+    backward. classes: ranks by what they do. order: launches, waits, the core, where a scan takes in the states before
+    it, and what a gated delta net projects while something flies (unless its rows lie with those of what flies),
+    forward and backward. pending: for each input the axes over which its gradient is a pending sum. volume:
     elements that the busiest rank receives forward, for each token of a rank's share. notes: what is not in it. tokens:
     what `Rank.queries` and `Rank.keys` are numbers of.
     """
@@ -252,7 +252,7 @@ def plan(
         (f"mesh: {text_of(mesh.axes, *specs)}", f"sizes: {used}", kind, sees, *options),
         exchanges,
         tuple(made),
-        _orders(made[0].events),
+        _orders(made[0]),
         pending,
         max(_received(r) for r in made) / dtype.itemsize / share if share else 0.0,
         notes,
@@ -284,26 +284,21 @@ def diff(a: Plan, b: Plan) -> str:
     return "\n".join([f"- {a.title}", f"+ {b.title}", *(line.rstrip() for line in found if line[0] in "-+")])
 
 
-def _orders(events: Sequence[Event]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Launches and waits, with the core where it stands among them, and where the states before it are taken in."""
-
-    def said(event: Event) -> str:
-        return f"{event.what} {','.join(event.call.edges)} ({'/'.join(event.axes)})"
-
-    def placed(some: list[Event], backward: bool) -> tuple[str, ...]:
-        """From the inputs on: of gradients the same backwards."""
-        found = [(event.call.edges, said(event)) for event in some]
-        found = found[::-1] if backward else found
-        last = sum(edges not in (("summary",), ("o",), ("out",)) for edges, _ in found)
-        passed = sum(edges == ("summary",) for edges, _ in found[last:])
-        states = ["states"] if passed else []
-        texts = [text for _, text in found]
-        order = [*texts[:last], "core", *texts[last : last + passed], *states, *texts[last + passed :]]
-        return tuple(order[::-1] if backward else order)
-
-    ways = ([e for e in events if e.call.backward == way] for way in (False, True))
-    forward, backward = (placed(some, way) for some, way in zip(ways, (False, True), strict=True))
-    return forward, backward
+def _orders(rank: Rank) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Launches and waits, with the core where it stands among them, where the states before it are taken in, and what
+    is projected while something flies."""
+    happens = [
+        (event.call.backward, i, 1, f"{event.what} {','.join(event.call.edges)} ({'/'.join(event.axes)})")
+        for i, event in enumerate(rank.events)
+    ]
+    happens += [(backward, i, 0, what) for i, backward, what in rank.computed]
+    found: tuple[list[str], list[str]] = ([], [])
+    flying = 0
+    for backward, _, _, what in sorted(happens, key=lambda each: each[:3]):
+        flying += what.startswith("launch ") - what.startswith("wait ")
+        if flying or not what.startswith("project "):
+            found[backward].append(what)
+    return tuple(found[0]), tuple(found[1])
 
 
 def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:

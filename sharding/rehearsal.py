@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +51,8 @@ class Work(NamedTuple):
 class Rank(NamedTuple):
     """What ranks of one class do. queries, keys: tokens that the core sees, of so many heads. flops: of the pairs of a
     query and a key that see each other, forward. events: as a trace has them. memory: the most bytes held at once from
-    the inputs on, until each event, and until the gradients of the inputs are there."""
+    the inputs on, until each event, and until the gradients of the inputs are there. computed: what is computed between
+    events: behind how many of them, whether in backward, and what."""
 
     ranks: tuple[int, ...]
     queries: int
@@ -60,6 +62,7 @@ class Rank(NamedTuple):
     flops: int
     memory: tuple[tuple[str, int], ...]
     events: tuple[Event, ...]
+    computed: tuple[tuple[int, bool, str], ...]
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -111,9 +114,9 @@ def rehearse(
             each = 3 * sizes["E"] * sizes["N"] if recurrent else sizes["E"] + sizes["V"]
             flops = 2 * run.rows * (run.heads * done.pairs * each + run.multiplied(done.keys))
             memory = _memory(held, events)
-            found.append(
-                Rank(tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events)
-            )  # fmt: skip
+            found.append(Rank(
+                tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events, run.computed
+            ))  # fmt: skip
     return found
 
 
@@ -232,7 +235,7 @@ def atom_of(text: str, letter: str) -> Atom:
 
 class _Ran(NamedTuple):
     """projection: multiplications of a token in what is projected on the way. tokens: how many of them, None where it
-    is those that are seen. held: as a meter found it, by events."""
+    is those that are seen. held: as a meter found it, by events. computed: as `Rank` has it."""
 
     rows: int
     heads: int
@@ -241,6 +244,7 @@ class _Ran(NamedTuple):
     tokens: int | None
     held: Sequence[tuple[int, int]]
     events: tuple[Event, ...]
+    computed: tuple[tuple[int, bool, str], ...]
 
     def multiplied(self, seen: int) -> int:
         """The multiplications of a row in what is projected."""
@@ -268,21 +272,31 @@ def _run(
     first = [here[name] for name in inputs]
     weights = [here[name] for name in schedule.parameters]
     meter = Meter(lambda: len(trace.events), first, weights)
+    computed: list[tuple[int, bool, str]] = []
+
+    def note(what: str, backward: bool) -> None:
+        computed.append((len(trace.events), backward, what))
+
     with meter:
-        end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here)
+        end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here, note)
         torch.autograd.grad(end, [*first, *weights], end.new_empty(0))
     heads = wire.heads(of=lead(wire.edges)).local
     assert heads is not None
     kv_heads = heads if kv_heads is None else kv_heads
-    return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events))
+    return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events), tuple(computed))
+
+
+Note = Callable[[str, bool], None]  # of what is computed, and whether in backward
 
 
 def _forward(
-    wire: LayoutWire, schedule: Schedule, mesh: Mesh, rank: int, sizes: Mapping[str, int], here: dict[str, Tensor]
-) -> tuple[Tensor, int | None, int, int | None]:
+    wire: LayoutWire, schedule: Schedule, mesh: Mesh, rank: int, sizes: Mapping[str, int], here: dict[str, Tensor],
+    note: Note,
+) -> tuple[Tensor, int | None, int, int | None]:  # fmt: skip
     """What ends the layer, heads that keys have of their own, and what is projected as `_Ran` has it. here: what comes
     in; it is left empty, so that backward finds what autograd keeps and no more."""
     sent: dict[tuple[str, ...], Any] = {}
+    meanwhile: list[Tensor] = []
     project: Any = None
     projection, tokens = 0, None
 
@@ -291,7 +305,7 @@ def _forward(
 
     if "x" in here:
         x = wire.pass_(x=here.pop("x"))
-        here |= {name: _Stage.apply(local(name), x.dtype, x) for name in schedule.inputs}
+        here |= {name: _Stage.apply(local(name), x.dtype, None, x) for name in schedule.inputs}
         del x
     for step in schedule.steps:
         given = {name: here[name] for name in step.edges if name in here}
@@ -304,6 +318,9 @@ def _forward(
             here[step.edges[0]] = wire.pass_(**given)
         elif step.what == "project":
             project = wire.projection(here[step.edges[0]])
+        elif step.what == "meanwhile":
+            said = functools.partial(note, f"project {','.join(step.edges)}")
+            meanwhile.append(_Meanwhile.apply(said, here[schedule.inputs[0]]))
         else:
             (name,), of = step.edges, [here[each] for each in step.of]
             if step.what == "make":
@@ -315,28 +332,51 @@ def _forward(
                 here[name] = project(of[0]).unflatten(-1, local(name)[-2:])
             else:
                 dtype = torch.promote_types(of[0].dtype, torch.float32) if name in schedule.wide else of[0].dtype
-                here[name] = _Stage.apply(local(name), dtype, *of)
+                said = functools.partial(note, "states" if "summary" in step.of else "core")
+                here[name] = _Stage.apply(local(name), dtype, said, *of)
         given.clear()
     end = here["o"]
     if "D" in sizes and "out" in moves_around(wire.edges):
-        end = wire.pass_(out=_Stage.apply(local("out"), end.dtype, end))
+        end = wire.pass_(out=_Stage.apply(local("out"), end.dtype, None, end))
     kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
     here.clear()
-    return _Stage.apply((0,), end.dtype, end), kv_heads, projection, tokens
+    return _Stage.apply((0,), end.dtype, None, end, *meanwhile), kv_heads, projection, tokens
 
 
 class _Stage(torch.autograd.Function):
     """What stands between the exchanges, and behind the last: a result of the right shape, and gradients of everything.
-    What it reads is kept until then."""
+    What it reads is kept until then. said: notes that it is computed, and in backward its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *xs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, said: Callable[[bool], None] | None, *xs: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*xs)
+        ctx.said = said
+        if said is not None:
+            said(False)
         return xs[0].new_empty(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, *map(torch.empty_like, ctx.saved_tensors)
+        if ctx.said is not None:
+            ctx.said(True)
+        return None, None, None, *map(torch.empty_like, ctx.saved_tensors)
+
+
+class _Meanwhile(torch.autograd.Function):
+    """A projection of activations which no edge waits for: that it is made, and its gradients. It holds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, said: Callable[[bool], None], x: Tensor) -> Tensor:
+        ctx.said = said
+        said(False)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:
+        ctx.said(True)
+        return None, None
 
 
 def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:
