@@ -61,8 +61,8 @@ class Rank(NamedTuple):
     kv_heads: int
     flops: int
     memory: tuple[tuple[str, int], ...]
-    events: tuple[Event, ...]
     computed: tuple[tuple[int, bool, str], ...]
+    events: tuple[Event, ...]
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def rehearse(
             flops = 2 * run.rows * (run.heads * done.pairs * each + run.multiplied(done.keys))
             memory = _memory(held, events)
             found.append(Rank(
-                tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events, run.computed
+                tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, run.computed, events
             ))  # fmt: skip
     return found
 

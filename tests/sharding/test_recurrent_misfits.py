@@ -198,13 +198,6 @@ def test_arguments_that_a_layer_has_no_place_for():
 decoder(mask=...): layers[0].attention is of class GDN, which reads a state and no tokens, so there is nothing to mask
     fix: positions of -1 for padding, cu_seqlens or segment_ids for documents""",
     )
-    caches = F.empty_caches([DELTA, PLAIN], 2, 8, dtype=torch.float64)
-    assert_expected_inline(
-        refused_model(both, {"u": 2}, DELTA, PLAIN, cache=caches),
-        """\
-decoder(cache=...) under a layout: a cache is not split over ranks
-    fix: without it""",
-    )
 
 
 def test_layouts_of_one_kind_for_a_model_of_both():

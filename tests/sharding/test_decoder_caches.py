@@ -1,0 +1,250 @@
+"""Caches of decoders under layouts: a prompt in pieces beside one rank in fp64, what ranks keep, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn import sharding as sh
+
+from .test_latent_models import HEADS, LATENT, MLP, MOE, model
+from .test_recurrent_models import DELTA, KIMI, NEXT, PLAIN, equal
+
+FEW = dataclasses.replace(PLAIN, num_key_value_heads=1)
+RING = dataclasses.replace(HEADS, num_attention_heads=8, num_key_value_heads=4, window=6)
+DIRECT = dataclasses.replace(LATENT, window=5)
+
+# As Qwen3.5 has them, three to one; key/value heads fewer than ranks beside a window; as Kimi Linear has them.
+STACKS = {
+    "qwen": ((DELTA, MLP), (NEXT, MOE), (DELTA, MLP), (PLAIN, MLP)),
+    "few": ((DELTA, MLP), (FEW, MLP), (RING, MLP)),
+    "plain": ((PLAIN, MLP),),
+    "kimi": ((KIMI, MLP), (KIMI, MOE), (LATENT, MLP), (DIRECT, MLP)),
+}
+CASES = [
+    ("qwen", sh.beside(sh.ulysses(), sh.gdn_ulysses()), {"u": 2}),
+    ("qwen", sh.beside(sh.ulysses(), sh.gdn_scan("u")), {"u": 4}),
+    ("qwen", sh.beside(sh.ulysses(tp="tp"), sh.gdn_scan("u", tp="tp")), {"tp": 2, "u": 2}),
+    ("qwen", sh.beside(sh.ulysses(dp="dp"), sh.gdn_ulysses(dp="dp")), {"dp": 2, "u": 2}),
+    ("few", sh.beside(sh.ulysses(), sh.gdn_ulysses()), {"u": 4}),
+    ("few", sh.beside(sh.ulysses(overlap=True), sh.gdn_scan("u", overlap=True)), {"u": 2}),
+    ("kimi", sh.beside(sh.mla_latent(), sh.gdn_ulysses()), {"u": 2}),
+    ("kimi", sh.beside(sh.mla_latent(), sh.gdn_scan("u")), {"u": 4}),
+    ("kimi", sh.beside(sh.mla_latent(tp="tp"), sh.gdn_scan("u", tp="tp")), {"tp": 2, "u": 2}),
+    ("kimi", sh.beside(sh.mla_latent(overlap=True), sh.gdn_ulysses(overlap=True)), {"u": 4}),
+]
+B, SLOTS = 2, 16
+
+
+def made(kind):
+    """A model, and caches that need gradients."""
+    cfg, params = model(*STACKS[kind])
+    torch.manual_seed(0)
+    caches = F.empty_caches([each.attention for each in cfg.layers], B, SLOTS, dtype=torch.float64)
+    return cfg, params, F.tree.map(lambda t: torch.randn_like(t).requires_grad_(), caches)
+
+
+def places(*counts):
+    """Positions of each call of so many tokens, the second row padded in front in the first."""
+    first = torch.arange(counts[0])
+    found, at = [torch.stack([first, torch.where(first < 2, -1, first - 2)])], counts[0]
+    for n in counts[1:]:
+        more = torch.arange(at, at + n)
+        found.append(torch.stack([more, more - 2]))
+        at += n
+    return found
+
+
+def ran(run, params, cfg, caches, ids, positions):
+    """Logits of each call, 0 where no token is, and the caches behind all of them."""
+    found, at = [], 0
+    for each in positions:
+        n = each.shape[1]
+        y, caches = run(n)(params, ids[:, at : at + n], cfg, positions=each, cache=caches)
+        found.append(y.masked_fill((each < 0)[..., None], 0))
+        at += n
+    return found, caches
+
+
+@pytest.mark.parametrize(("kind", "layout", "axes"), CASES, ids=[f"{k} {x.name} {a}" for k, x, a in CASES])
+def test_a_prompt_in_two_calls(kind, layout, axes):
+    """Outputs, caches, and gradients of the second call's loss, which go back through the first."""
+    cfg, params, caches = made(kind)
+    mesh, ids, positions = sh.Mesh(**axes), torch.randint(0, 31, (B, 11)), places(7, 4)
+
+    def sharded(n):
+        return sh.simulate(sh.shard(F.decoder, layout, mesh, S=n), mesh)
+
+    (first, second), new = ran(sharded, params, cfg, caches, ids, positions)
+    (one, two), kept = ran(lambda n: F.decoder, params, cfg, caches, ids, positions)
+    equal((first, second), (one, two))
+    equal(F.tree.leaves(new), F.tree.leaves(kept))
+    assert F.tree.structure(new) == F.tree.structure(kept)
+    inputs = [*F.tree.leaves(params), *F.tree.leaves(caches)]
+    grads = [torch.randn_like(t) for t in (two, *F.tree.leaves(kept))]
+    for some in (slice(1), slice(None)):  # of the output alone, and with the caches
+        mine, theirs = (
+            torch.autograd.grad(
+                [y, *F.tree.leaves(c)][some], inputs, grads[some], retain_graph=True, materialize_grads=True
+            )
+            for y, c in ((second, new), (two, kept))
+        )
+        equal(mine, theirs)
+        assert sum(g.abs().max() > 0 for g in mine) > len(F.tree.leaves(params)) // 2
+
+
+def test_a_prompt_in_many_calls_ends_as_in_one():
+    """Down to one token a call, of which most ranks have none."""
+    cfg, params, caches = made("qwen")
+    layout, mesh = sh.beside(sh.ulysses(), sh.gdn_scan("u")), sh.Mesh(u=4)
+    ids, runs = torch.randint(0, 31, (B, 11)), {}
+
+    def sharded(n):
+        return runs.setdefault(n, sh.simulate(sh.shard(F.decoder, layout, mesh, S=n), mesh))
+
+    with torch.no_grad():
+        parts, new = ran(sharded, params, cfg, caches, ids, places(6, 1, 1, 3))
+        (whole,), kept = ran(lambda n: F.decoder, params, cfg, caches, ids, places(11))
+    equal(torch.cat(parts, 1), whole)
+    equal([leaf for c in new if isinstance(c, F.GDNCache) for leaf in F.tree.leaves(c)],
+          [leaf for c in kept if isinstance(c, F.GDNCache) for leaf in F.tree.leaves(c)])  # fmt: skip
+
+
+def test_what_a_rank_keeps():
+    """Its own heads by heads, key/value heads that two ranks need on both, states of a scan and latents whole."""
+    said = []
+    for kind, layout in (
+        ("few", sh.beside(sh.ulysses(), sh.gdn_ulysses())),
+        ("qwen", sh.beside(sh.ulysses(), sh.gdn_scan("u"))),
+        ("kimi", sh.beside(sh.mla_latent(), sh.gdn_ulysses())),
+    ):
+        cfg, params, caches = made(kind)
+        mesh = sh.Mesh(u=4)
+        layer = sh.shard(F.decoder, layout, mesh, S=8)
+        specs = layer.in_specs({"params": params, "cfg": cfg, "cache": caches, "positions": torch.arange(8)[None]})
+        mine = sh.Threads(mesh).run(lambda at, caches=caches, specs=specs: sh.cut(caches, specs["cache"], at))[1]
+        for i, (cache, of_rank) in enumerate(zip(specs["cache"], mine, strict=True)):
+            leaves = zip(F.tree.paths(cache).items(), F.tree.leaves(of_rank), strict=True)
+            said += [f"{kind} {i}{path}  {spec}  {' '.join(map(str, x.shape))}" for (path, spec), x in leaves]
+    assert_expected_inline(
+        "\n".join(dict.fromkeys(said)),
+        """\
+few 0.q  B (K/u E) U  2 3 3
+few 0.k  B (K/u E) U  2 3 3
+few 0.v  B (K/u G V) U  2 10 3
+few 0.state  B (K/u G) V E  2 2 5 3
+few 1.k  B T K@H/u E  2 16 1 4
+few 1.v  B T K@H/u V  2 16 1 4
+few 2.k  B T K/u E  2 6 1 4
+few 2.v  B T K/u V  2 6 1 4
+qwen 0.q  B (K E) U  2 12 3
+qwen 0.k  B (K E) U  2 12 3
+qwen 0.v  B (K G V) U  2 40 3
+qwen 0.state  B (K G) V E  2 8 5 3
+qwen 1.q  B (K E) U  2 6 3
+qwen 1.k  B (K E) U  2 6 3
+qwen 1.v  B (K G V) U  2 40 3
+qwen 1.state  B (K G) V E  2 8 5 3
+qwen 2.q  B (K E) U  2 12 3
+qwen 2.k  B (K E) U  2 12 3
+qwen 2.v  B (K G V) U  2 40 3
+qwen 2.state  B (K G) V E  2 8 5 3
+qwen 3.k  B T K/u E  2 16 1 4
+qwen 3.v  B T K/u V  2 16 1 4
+kimi 0.q  B (K/u E) U  2 3 3
+kimi 0.k  B (K/u E) U  2 3 3
+kimi 0.v  B (K/u G V) U  2 5 3
+kimi 0.state  B (K/u G) V E  2 1 5 3
+kimi 1.q  B (K/u E) U  2 3 3
+kimi 1.k  B (K/u E) U  2 3 3
+kimi 1.v  B (K/u G V) U  2 5 3
+kimi 1.state  B (K/u G) V E  2 1 5 3
+kimi 2.latent  B T LR  2 16 9
+kimi 3.latent  B T LR  2 5 9""",
+    )
+
+
+def refused(layout, axes, kind, caches, **options):
+    """What every rank says, having sent nothing."""
+    cfg, params, usual = made(kind)
+    mesh = sh.Mesh(**axes)
+    record, fn = sh.trace(mesh), sh.shard(F.decoder, layout, mesh, S=8)
+    given = {"positions": torch.arange(8)[None], "cache": usual if caches is None else caches(cfg, usual), **options}
+    ids = torch.randint(0, 31, (B, 8))
+    with pytest.raises((ValueError, TypeError)) as error:
+        sh.simulate(fn, record.mesh)(params, ids, cfg, **given)
+
+    def body(at):
+        with pytest.raises(type(error.value)) as mine:
+            fn(params, sh.cut(ids, layout["tokens"][0], at), cfg, mesh=at.recording(record), **given)
+        return str(mine.value).split("\n    rank ")[0]
+
+    said = sh.Threads(mesh).run(body)[0]
+    assert not len(record)
+    wanted = str(error.value).split("\n    rank ")[0]
+    return wanted if said == wanted else f"{wanted}\n--- on a rank\n{said}"
+
+
+def test_layouts_that_keep_no_cache():
+    said = [
+        refused(layout, axes, kind, None)
+        for kind, layout, axes in (
+            ("qwen", sh.beside(sh.all_gather(), sh.gdn_scan("g")), {"g": 2}),
+            ("qwen", sh.beside(sh.hybrid(), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
+            ("kimi", sh.beside(sh.mla_latent("u", "g"), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
+            ("kimi", sh.beside(sh.mla_gather(), sh.gdn_scan("g")), {"g": 2}),
+            ("kimi", sh.beside(sh.mla_packed(), sh.gdn_ulysses()), {"u": 2}),
+        )
+    ]
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+decoder(cache=...) under a layout: layers[3].attention is of class Attention, and queries of all_gather("g") beside gdn_scan("g") stay split over g, so that a rank has no keys but those that they see
+    fix: ulysses("g"), or no cache
+decoder(cache=...) under a layout: layers[3].attention is of class Attention, and queries of hybrid(ulysses="u", gather="g") beside gdn_scan("g", "u") stay split over g, so that a rank has no keys but those that they see
+    fix: ulysses("u") on a mesh without g, or no cache
+decoder(cache=...) under a layout: layers[2].attention is of class MLA, and queries of mla_latent("u", "g") beside gdn_scan("g", "u") stay split over g, so that a rank has no keys but those that they see
+    fix: mla_latent("u") on a mesh without g, or no cache
+decoder(cache=...) under a layout: layers[2].attention is of class MLA, and queries of mla_gather("g") beside gdn_scan("g") stay split over g, so that a rank has no keys but those that they see
+    fix: mla_latent("g"), or no cache
+decoder(cache=...) under a layout: layers[2].attention is of class MLA, and latents of mla_packed("u") beside gdn_ulysses("u") stay split over u, so that no rank has all of them
+    fix: mla_latent("u"), or no cache""",
+    )
+
+
+def test_caches_that_do_not_fit():
+    layout, axes = sh.beside(sh.ulysses(), sh.gdn_ulysses()), {"u": 2}
+    keys = F.KVCache(k=torch.zeros(2, 8, 2, 3), v=torch.zeros(2, 8, 2, 4))
+    said = [
+        refused(layout, axes, "qwen", lambda cfg, caches: (keys, *caches[1:])),
+        refused(layout, axes, "qwen", lambda cfg, caches: caches[:2]),
+        refused(layout, axes, "qwen", None, positions=None),
+        refused(sh.ulysses(), axes, "plain", None, mask=torch.ones(8, 8, dtype=torch.bool)),
+    ]
+    # By simulation a cache is whole, and on a rank its own.
+    wider = dataclasses.replace(PLAIN, num_key_value_heads=8)
+    (other,) = F.empty_caches([wider], B, SLOTS, dtype=torch.float64)
+    said += [refused(layout, axes, "qwen", lambda cfg, caches: (*caches[:3], other))]
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+decoder(cache=...): cache[0] is a KVCache, and layers[0].attention is of class GDN
+    fix: empty_caches(configs, ...) makes one a layer
+decoder(cache=...): 2 entries for 4 layers
+decoder(positions=...): needed with a cache, which does not say how full it is
+decoder(mask=...) with a cache under a layout: S S says nothing of the tokens before
+    fix: positions of -1 for padding
+cache[3].k does not fit its spec: K is 4, but the tensor has 8 (2 16 8 4)
+    B T K/u E
+        ^^^
+    mesh: u=2     sizes: D=10 H=8 K=4 G=2 E=4 V=4 A=2 B=2 T=16
+--- on a rank
+decoder(cache=...): cache[0].q does not fit its spec: rank 0 holds B 6 3, but it is 2 12 3
+    B (K/u E) U -> B (K/u E) U
+       ^^^^^
+    mesh: u=2, rank 0     sizes: K=4 H=8 G=2 E=3 U=3
+    fix: global sizes, and a shard as the left side says: sh.show draws who holds what""",
+    )
