@@ -243,6 +243,8 @@ def attention(
         sent, q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask, sinks=params.sinks
     )
     if cache is not None:
+        if wire.moves:  # one row of positions may stand for all
+            k_positions = k_positions.expand(k_BTKE.shape[:2])
         k_kept, v_kept = wire.receive(cache_k=cache.k, cache_v=cache.v)
         cache = KVCache(k=k_kept, v=v_kept)
         cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, read, window=cfg.window)

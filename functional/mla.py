@@ -165,6 +165,8 @@ def mla(
         expand = wire.projection(kv_b)
         kv_latent, key_rope, k_positions, k_ids = wire.receive(*sent)
     if cache is not None:
+        if wire.moves:  # one row of positions may stand for all
+            k_positions = k_positions.expand(kv_latent.shape[:2])
         cache = LatentCache(latent=wire.pass_(cache_latent=cache.latent))
         new = torch.cat((kv_latent, key_rope), -1)
         cache, latent, k_positions = latent_cache_update(cache, new, k_positions, read, window=cfg.window)

@@ -8,9 +8,11 @@ that a cache must have for the tokens to come.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..functional.tree import Tree, paths, replace, sizes_of
@@ -22,7 +24,7 @@ from .ports import Sized
 from .reshard import planned
 from .spec import parse
 
-__all__ = ["Kept", "check", "kept_by", "specs"]
+__all__ = ["Kept", "check", "held", "kept_by", "specs", "why_none"]
 
 
 class Kept(NamedTuple):
@@ -74,7 +76,7 @@ def check(name: str, given: Mapping[str, Any], kept: list[Kept], layout: Layout,
     caches = given["cache"]
     for each in kept:
         if not each.leaves:
-            what, fix = _why(dict(each.chains), layout)
+            what, fix = why_none(dict(each.chains), layout)
             where = f"{each.path} is of class {each.kind}, and " if each.path else ""
             raise ValueError(f"{name}(cache=...) under a layout: {where}{what}\n    fix: {fix}")
     if given.get("positions") is None and not all(recurrent(dict(each.chains)) for each in kept):
@@ -113,7 +115,20 @@ def specs(cache: Any, kept: Kept, layout: Layout, mesh: Mesh) -> Any:
     return replace(cache, {path: Sized(parse(found[f"cache_{name}"][0]), sizes[path]) for path, name in names.items()})
 
 
-def _why(chains: Mapping[str, tuple[str, ...]], layout: Layout) -> tuple[str, str]:
+def held(
+    edges: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], mesh: Mesh, rank: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one layer's cache on a rank. edges: as they are on the mesh, with those of a cache. sizes: global, of
+    their letters."""
+    total = 0
+    for name, chain in edges.items():
+        if name.startswith("cache_"):
+            wide = torch.promote_types(dtype, torch.float32) if name == "cache_state" else dtype
+            total += math.prod(parse(chain[0]).local(sizes, mesh, rank)) * wide.itemsize
+    return total
+
+
+def why_none(chains: Mapping[str, tuple[str, ...]], layout: Layout) -> tuple[str, str]:
     """Why a layout keeps no cache of a layer, and what to do."""
 
     def split(edge: str, at: int) -> tuple[str, ...]:

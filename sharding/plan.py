@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import documents, html, rules, shards
+from . import caches, documents, html, rules, shards
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh, size_of, text_of
@@ -54,7 +54,7 @@ class Plan:
     it, and what a gated delta net projects while something flies (unless its rows lie with those of what flies),
     forward and backward. pending: for each input the axes over which its gradient is a pending sum. volume:
     elements that the busiest rank receives forward, for each token of a rank's share. notes: what is not in it. tokens:
-    what `Rank.queries` and `Rank.keys` are numbers of.
+    what `Rank.queries` and `Rank.keys` are numbers of. cache: bytes of one layer's on a rank, the least and the most.
     """
 
     title: str
@@ -66,6 +66,7 @@ class Plan:
     volume: float
     notes: tuple[str, ...]
     tokens: tuple[str, str]
+    cache: tuple[int, int]
     mesh: Mesh = field(compare=False)
 
     @property
@@ -176,14 +177,15 @@ _WAYS = ("forward", "backward")
 
 def plan(
     layout: Layout, mesh: Mesh, /, *, dtype: torch.dtype = torch.float32, causal: bool = False,
-    window: int | None = None, cu_seqlens: Any = None, **sizes: int,
+    window: int | None = None, cu_seqlens: Any = None, cache: int | None = None, **sizes: int,
 ) -> Plan:  # fmt: skip
     """What attention in a layout will do: `print(hybrid().plan(mesh, B=2, S=96, H=9, K=3, E=64))`.
 
     mesh: any; nothing runs. dtype: of q, k and v. causal, window, cu_seqlens: what a query sees, for arithmetic and for
-    `exchange="needed"`. sizes: global; B, S, E and two of H, K, G; V where values are wider or narrower than keys; D
-    of the model, for a sum over tp. Of latent attention B, S, H, L, N, R and V; in a layout that knows no latents a
-    rank first projects keys and values of its own tokens, which counts among its flops.
+    `exchange="needed"`. cache: how many slots it has (that of a gated delta net has none, and takes any number); tokens
+    before are not in flops, nor the cache in peak bytes. sizes: global; B, S, E and two of H, K, G; V where values are
+    wider or narrower than keys; D of the model, for a sum over tp. Of latent attention B, S, H, L, N, R and V; in a
+    layout that knows no latents a rank first projects keys and values of its own tokens, which counts among its flops.
 
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
@@ -218,9 +220,21 @@ def plan(
     for name in schedule.edges:
         for text in edges[name]:
             shards.check(parse(text), {**sizes, "T": sizes["S"]}, mesh.axes)
+    if cache is not None:
+        if isinstance(cache, bool) or not isinstance(cache, int) or cache < 1:
+            raise TypeError(f"plan(cache={cache!r}): how many slots it has, at least 1")
+        if cu is not None:
+            raise ValueError("plan(cu_seqlens=...) with a cache\n    fix: give each document a row of the cache")
+        if not any(name.startswith("cache_") for name in edges):
+            what, fix = caches.why_none(edges, layout)
+            raise SpecError(f"plan(cache={cache}): {what}", mesh=str(mesh), fix=fix)
+        slots = {"T": cache if window is None else min(cache, window), "LR": sizes.get("L", 0) + sizes.get("R", 0)}
+        if recurrent:
+            slots |= {"U": sizes["W"] - 1, "C": 2 * sizes["E"] + sizes["H"] // sizes["K"] * sizes["V"]}
+            sizes |= slots
     # A thread has none of its caller's modes: no_grad, inference, transforms, hooks of autograd, fake tensors.
     with ThreadPoolExecutor(1) as apart:
-        made = apart.submit(rehearse, layout, mesh, sizes, dtype, sight, cu).result()
+        made = apart.submit(rehearse, layout, mesh, sizes, dtype, sight, cu, cache is not None).result()
     if schedule is MATERIALISED:
         made = [_projected(r, parse(edges["k"][0]).local(sizes, mesh, r.ranks[0]), sizes) for r in made]
     exchanges = _exchanges(made)
@@ -230,8 +244,12 @@ def plan(
     large = [axis for axis, n in mesh.axes if n > 1]
     pending = tuple((name, tuple(axis for axis in large if axis not in split[name])) for name in inputs)
     notes: tuple[str, ...] = ()
+    kept = (0, 0)
+    if cache is not None:
+        kept = ends_of(caches.held(edges, {**sizes, **slots}, mesh, r.ranks[0], dtype) for r in made)
+        notes += (f"cache: {span(kept)} bytes on a rank, and as many for the new one; not in peak bytes",)
     if schedule is MATERIALISED:
-        notes = ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
+        notes += ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
     for name in moves_around(edges) if "D" not in sizes else ():
         what = "the sum of out" if len(parse(edges[name][0]).partial) else f"the move of {name}"
         notes += (f"not counted: {what}, {' -> '.join(edges[name])}, for want of D=",)
@@ -257,6 +275,7 @@ def plan(
         max(_received(r) for r in made) / dtype.itemsize / share if share else 0.0,
         notes,
         ("tokens", "convolved") if recurrent else ("queries", "keys"),
+        kept,
         mesh,
     )
 

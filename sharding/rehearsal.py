@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +18,10 @@ from .implied import convolved, lead
 from .layouts import Layout
 from .mesh import Axes, Mesh
 from .meter import Meter
-from .schedules import Schedule, schedule_of
+from .schedules import Schedule, schedule_of, with_cache
 from .shards import Ranges
 from .spec import Atom, parse
+from .stages import forward
 from .steps import one_step
 from .trace import Event, Trace
 from .wires import LayoutWire
@@ -76,14 +76,17 @@ class Rank(NamedTuple):
 
 
 def rehearse(
-    layout: Layout, mesh: Mesh, sizes: Mapping[str, int], dtype: torch.dtype, sight: Sight, cu: Boundaries | None
-) -> list[Rank]:
+    layout: Layout, mesh: Mesh, sizes: Mapping[str, int], dtype: torch.dtype, sight: Sight, cu: Boundaries | None,
+    cached: bool,
+) -> list[Rank]:  # fmt: skip
     """What every rank does, by classes. sizes: of the letters of the layout's schedule. cu: boundaries of documents.
+    cached: whether there is a cache.
 
     Of ranks that exchange alike a few are rehearsed, and what the others hold and send follows from how many keys each
     has. Those that compute alike too make one class.
     """
     schedule = schedule_of(layout, mesh.axes)
+    schedule = with_cache(schedule) if cached else schedule
     recurrent = schedule.recurrent
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     around = moves_around(edges) if "D" in sizes else []
@@ -278,105 +281,14 @@ def _run(
         computed.append((len(trace.events), backward, what))
 
     with meter:
-        end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here, note)
+        end, kv_heads, projection, tokens = forward(
+            wire, schedule, mesh, rank, sizes, here, note, moves_around(wire.edges) if "D" in sizes else []
+        )
         torch.autograd.grad(end, [*first, *weights], end.new_empty(0))
     heads = wire.heads(of=lead(wire.edges)).local
     assert heads is not None
     kv_heads = heads if kv_heads is None else kv_heads
     return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events), tuple(computed))
-
-
-Note = Callable[[str, bool], None]  # of what is computed, and whether in backward
-
-
-def _forward(
-    wire: LayoutWire, schedule: Schedule, mesh: Mesh, rank: int, sizes: Mapping[str, int], here: dict[str, Tensor],
-    note: Note,
-) -> tuple[Tensor, int | None, int, int | None]:  # fmt: skip
-    """What ends the layer, heads that keys have of their own, and what is projected as `_Ran` has it. here: what comes
-    in; it is left empty, so that backward finds what autograd keeps and no more."""
-    sent: dict[tuple[str, ...], Any] = {}
-    meanwhile: list[Tensor] = []
-    project: Any = None
-    projection, tokens = 0, None
-
-    def local(name: str) -> tuple[int, ...]:
-        return parse(wire.edges[name][0]).local(sizes, mesh, rank)
-
-    if "x" in here:
-        x = wire.pass_(x=here.pop("x"))
-        here |= {name: _Stage.apply(local(name), x.dtype, None, x) for name in schedule.inputs}
-        del x
-    for step in schedule.steps:
-        given = {name: here[name] for name in step.edges if name in here}
-        if step.what == "send":
-            sent[step.edges] = wire.send(**given)
-        elif step.what == "receive":
-            found = wire.receive(*(sent.pop(group) for group in [*sent] if {*group} <= {*step.of}), **given)
-            here |= dict(zip((*step.edges, *step.of), found, strict=True))
-        elif step.what == "pass":
-            here[step.edges[0]] = wire.pass_(**given)
-        elif step.what == "project":
-            project = wire.projection(here[step.edges[0]])
-        elif step.what == "meanwhile":
-            said = functools.partial(note, f"project {','.join(step.edges)}")
-            meanwhile.append(_Meanwhile.apply(said, here[schedule.inputs[0]]))
-        else:
-            (name,), of = step.edges, [here[each] for each in step.of]
-            if step.what == "make":
-                keys = of[0].shape[rules.place(wire.edges[step.of[0]][-1], "S")]
-                sizes = {**sizes, "T": keys}
-                whole = any(atom.name == "T" for atom in parse(wire.edges[name][0]).atoms)
-                tokens = None if whole else keys
-                projection = of[1].shape[0] * of[1].shape[1]
-                here[name] = project(of[0]).unflatten(-1, local(name)[-2:])
-            else:
-                dtype = torch.promote_types(of[0].dtype, torch.float32) if name in schedule.wide else of[0].dtype
-                said = functools.partial(note, "states" if "summary" in step.of else "core")
-                here[name] = _Stage.apply(local(name), dtype, said, *of)
-        given.clear()
-    end = here["o"]
-    if "D" in sizes and "out" in moves_around(wire.edges):
-        end = wire.pass_(out=_Stage.apply(local("out"), end.dtype, None, end))
-    kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
-    here.clear()
-    return _Stage.apply((0,), end.dtype, None, end, *meanwhile), kv_heads, projection, tokens
-
-
-class _Stage(torch.autograd.Function):
-    """What stands between the exchanges, and behind the last: a result of the right shape, and gradients of everything.
-    What it reads is kept until then. said: notes that it is computed, and in backward its gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, said: Callable[[bool], None] | None, *xs: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*xs)
-        ctx.said = said
-        if said is not None:
-            said(False)
-        return xs[0].new_empty(shape, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.said is not None:
-            ctx.said(True)
-        return None, None, None, *map(torch.empty_like, ctx.saved_tensors)
-
-
-class _Meanwhile(torch.autograd.Function):
-    """A projection of activations which no edge waits for: that it is made, and its gradients. It holds nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, said: Callable[[bool], None], x: Tensor) -> Tensor:
-        ctx.said = said
-        said(False)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor) -> Any:
-        ctx.said(True)
-        return None, None
 
 
 def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:

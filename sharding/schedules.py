@@ -13,7 +13,18 @@ from .errors import SpecError
 from .layouts import Layout
 from .mesh import Axes
 
-__all__ = ["ATTENTION", "DELTA", "DELTA_SCAN", "LATENT", "MATERIALISED", "PACKED", "Schedule", "Step", "schedule_of"]
+__all__ = [
+    "ATTENTION",
+    "DELTA",
+    "DELTA_SCAN",
+    "LATENT",
+    "MATERIALISED",
+    "PACKED",
+    "Schedule",
+    "Step",
+    "schedule_of",
+    "with_cache",
+]
 
 
 class Step(NamedTuple):
@@ -116,6 +127,7 @@ _CONVOLVED, _CONVOLUTIONS = ("q", "k", "v"), ("q_conv", "k_conv", "v_conv")
 _GATES, _DECAYS = ("b", "a"), ("a_log", "dt_bias")
 _SENT, _OWN = (*_CONVOLVED, *_GATES), (*_CONVOLUTIONS, *_DECAYS)
 _READ = (*_SENT, *_OWN)
+_STATES = ("summary", "tail", "rows")  # the last two with a cache
 
 # A gated delta net by heads. N: values that a head's state has.
 DELTA = Schedule(
@@ -131,7 +143,7 @@ DELTA = Schedule(
     letters="BSHKEVW",
     more="GYD",
     widths=(("N", ("V",)),),
-    wide=("a_log", "dt_bias", "summary"),
+    wide=("a_log", "dt_bias", *_STATES),
     recurrent=True,
 )
 
@@ -151,6 +163,18 @@ DELTA_SCAN = DELTA._replace(
     ),
     widths=(("N", ("V", "E")),),
 )
+
+
+def with_cache(schedule: Schedule) -> Schedule:
+    """The same with a cache: where states go to all, the end of each shard's convolution goes with them, and of which
+    rows it has tokens."""
+
+    def more(edges: tuple[str, ...]) -> tuple[str, ...]:
+        at = edges.index("summary") if "summary" in edges else len(edges)
+        return (*edges[:at], *(_STATES if at < len(edges) else ()), *edges[at + 1 :])
+
+    steps = (step._replace(edges=more(step.edges), of=more(step.of)) for step in schedule.steps)
+    return schedule._replace(steps=tuple(steps))
 
 
 def schedule_of(layout: Layout, axes: Axes, letters: Iterable[str] = ()) -> Schedule:

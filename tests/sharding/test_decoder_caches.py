@@ -248,3 +248,97 @@ decoder(cache=...): cache[0].q does not fit its spec: rank 0 holds B 6 3, but it
     mesh: u=2, rank 0     sizes: K=4 H=8 G=2 E=3 U=3
     fix: global sizes, and a shard as the left side says: sh.show draws who holds what""",
     )
+
+
+@pytest.mark.parametrize(("kind", "layout", "axes"), CASES, ids=[f"{k} {x.name} {a}" for k, x, a in CASES])
+def test_a_stack_with_caches_is_what_a_trace_has(kind, layout, axes):
+    """Every event of every rank, and the bytes that each layer's cache has there."""
+    cfg, params, caches = made(kind)
+    mesh, S = sh.Mesh(**axes), 9
+    sizes = [each.attention.sizes for each in cfg.layers]
+    options = {"B": B, "S": S, "dtype": torch.float64, "causal": True, "cache": SLOTS}
+    plan, record = layout.stack(mesh, sizes, **options), sh.trace(mesh)
+    fn = sh.shard(F.decoder, layout, mesh, S=S)
+    y, _ = sh.simulate(fn, record.mesh)(
+        params, torch.randint(0, 31, (B, S)), cfg, cache=caches, positions=torch.arange(S)[None]
+    )
+    y.sum().backward()
+
+    def said(events):
+        events = [e for e in events if e.call.edges not in (("embedded",), ("h",)) and "tp" not in e.axes]
+        return [(e.what, e.kind, e.axes, e.call.edges, e.call.backward, e.sent, e.received, e.copies) for e in events]
+
+    assert all(said(record.of(rank)) == said(plan.events(rank)) for rank in range(mesh.size))
+    given = {"params": params, "cfg": cfg, "cache": caches, "positions": torch.arange(S)[None]}
+    specs = fn.in_specs(given)["cache"]
+    ranks = sh.Threads(mesh).run(lambda at: sh.cut(caches, specs, at))
+    for found in plan.kinds:
+        for i in found.layers:
+            held = [sum(x.nbytes for x in F.tree.leaves(of_rank[i])) for of_rank in ranks]
+            if getattr(cfg.layers[i].attention, "window", None) is None:  # of which a stack has the same for all layers
+                assert found.plan.cache == (min(held), max(held))
+
+
+def test_what_a_cache_adds_to_a_plan():
+    sizes = {"B": 2, "S": 97, "H": 8, "K": 4, "E": 16}
+    scan, latent = sh.gdn_scan(overlap=True), {"B": 2, "S": 97, "H": 8, "L": 12, "N": 4, "R": 4, "V": 4}
+    found = []
+    for layout, mesh, given in (
+        (scan, sh.Mesh(cp=4), {**sizes, "W": 4}),
+        (sh.gdn_ulysses(), sh.Mesh(u=3), {**sizes, "W": 4}),
+        (sh.ulysses(), sh.Mesh(u=8), sizes),
+        (sh.mla_latent(), sh.Mesh(u=4), latent),
+    ):
+        without, cached = layout.plan(mesh, **given), layout.plan(mesh, **given, cache=128)
+        found.append(sh.diff(without, cached))
+    window = sh.ulysses().plan(sh.Mesh(u=2), **sizes, causal=True, window=32, cache=128)
+    assert window.cache == (2 * 32 * 2 * 32 * 4,) * 2  # B, slots of a ring, K of a rank, E and V, fp32
+    assert_expected_inline("\n".join(found), """\
+- gdn_scan("cp", overlap=True)
++ gdn_scan("cp", overlap=True)
+-   summary  all-gather over cp  P/cp -> P  98,304  98,304  0 + 0
+- backward  summary  reduce-scatter over cp  P -> P/cp  98,304  98,304  0 + 0
++   summary, tail, rows  all-gather over cp  P/cp -> P  116,760  116,760  1 + 0
++ backward  summary, tail, rows  reduce-scatter over cp  P -> P/cp  116,760  116,760  1 + 0
+- in all  202,752 to 208,896  202,752 to 208,896
++ in all  239,664 to 245,808  239,664 to 245,808
+- 0  25  25  8 reading 4  1,228,800  451,904
++ 0  25  25  8 reading 4  1,228,800  514,440
+- 1..3  24  27  8 reading 4  1,179,648  456,768
++ 1..3  24  27  8 reading 4  1,179,648  520,328
+- order, forward: launch q,k,v (cp) > project b,a > wait q,k,v (cp) > core > launch summary (cp) > project z > wait
++ order, forward: launch q,k,v (cp) > project b,a > wait q,k,v (cp) > core > launch summary,tail,rows (cp) > project z >
+-   summary (cp) > states
++   wait summary,tail,rows (cp) > states
+- order, backward: states > launch summary (cp) > project z > wait summary (cp) > core > launch q,k,v (cp) > project b,a
++ order, backward: states > launch summary,tail,rows (cp) > project z > wait summary,tail,rows (cp) > core > launch
+-   > wait q,k,v (cp)
++   q,k,v (cp) > project b,a > wait q,k,v (cp)
++ cache: 22,528 bytes on a rank, and as many for the new one; not in peak bytes
+- gdn_ulysses("u")
++ gdn_ulysses("u")
++ cache: 5,632 to 11,264 bytes on a rank, and as many for the new one; not in peak bytes
+- ulysses("u")
++ ulysses("u")
++ cache: 32,768 bytes on a rank, and as many for the new one; not in peak bytes
+- mla_latent("u")
++ mla_latent("u")
++ cache: 16,384 bytes on a rank, and as many for the new one; not in peak bytes""")
+
+
+def test_plans_of_caches_that_cannot_be():
+    sizes, said = {"B": 2, "S": 97, "H": 8, "K": 4, "E": 16, "cache": 128}, []
+    for layout, mesh, more in (
+        (sh.all_gather(), sh.Mesh(g=2), {}),
+        (sh.ulysses(), sh.Mesh(u=2), {"cu_seqlens": [0, 40, 97]}),
+        (sh.ulysses(), sh.Mesh(u=2), {"cache": 0}),
+    ):
+        with pytest.raises((ValueError, TypeError)) as error:
+            layout.plan(mesh, **{**sizes, **more})
+        said.append(str(error.value))
+    assert_expected_inline("\n".join(said), """\
+plan(cache=128): queries of all_gather("g") stay split over g, so that a rank has no keys but those that they see
+    mesh: g=2     fix: ulysses("g"), or no cache
+plan(cu_seqlens=...) with a cache
+    fix: give each document a row of the cache
+plan(cache=0): how many slots it has, at least 1""")
