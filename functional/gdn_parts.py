@@ -63,7 +63,9 @@ def part_of(
         return Part(o_BSHN, state_BHNE[None], None, None)
     rows_B = state_BHNE.new_full((batch,), min(tokens, 1))
     if positions is not None:
-        rows_B = ((positions >= 0).any(1).long() + (positions == 0).any(1)).to(dtype)
+        rows_B = (
+            ((positions >= 0).any(1).long() + (positions == 0).any(1)).to(dtype).expand(batch)
+        )  # one may be for all
     return Part(o_BSHN, state_BHNE[None], _by_key_head(ends, q.shape[2]).to(dtype)[None], rows_B[None])
 
 

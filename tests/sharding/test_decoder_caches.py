@@ -293,7 +293,9 @@ def test_what_a_cache_adds_to_a_plan():
         found.append(sh.diff(without, cached))
     window = sh.ulysses().plan(sh.Mesh(u=2), **sizes, causal=True, window=32, cache=128)
     assert window.cache == (2 * 32 * 2 * 32 * 4,) * 2  # B, slots of a ring, K of a rank, E and V, fp32
-    assert_expected_inline("\n".join(found), """\
+    assert_expected_inline(
+        "\n".join(found),
+        """\
 - gdn_scan("cp", overlap=True)
 + gdn_scan("cp", overlap=True)
 -   summary  all-gather over cp  P/cp -> P  98,304  98,304  0 + 0
@@ -323,7 +325,8 @@ def test_what_a_cache_adds_to_a_plan():
 + cache: 32,768 bytes on a rank, and as many for the new one; not in peak bytes
 - mla_latent("u")
 + mla_latent("u")
-+ cache: 16,384 bytes on a rank, and as many for the new one; not in peak bytes""")
++ cache: 16,384 bytes on a rank, and as many for the new one; not in peak bytes""",
+    )
 
 
 def test_plans_of_caches_that_cannot_be():
@@ -336,9 +339,12 @@ def test_plans_of_caches_that_cannot_be():
         with pytest.raises((ValueError, TypeError)) as error:
             layout.plan(mesh, **{**sizes, **more})
         said.append(str(error.value))
-    assert_expected_inline("\n".join(said), """\
+    assert_expected_inline(
+        "\n".join(said),
+        """\
 plan(cache=128): queries of all_gather("g") stay split over g, so that a rank has no keys but those that they see
     mesh: g=2     fix: ulysses("g"), or no cache
 plan(cu_seqlens=...) with a cache
     fix: give each document a row of the cache
-plan(cache=0): how many slots it has, at least 1""")
+plan(cache=0): how many slots it has, at least 1""",
+    )
