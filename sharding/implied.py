@@ -113,7 +113,7 @@ def _cached(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]
     last = {edge: parse(chains[edge][-1]) for edge in ("q", *made) if edge in chains}
     if any(atom.axes for spec in last.values() for atom in spec.atoms if atom.name == "S"):
         return {}
-    found = {}
+    found: dict[str, tuple[str, ...]] = {}
     for edge, (name, other) in made.items():
         if edge in last:
             dims = (tuple(replace(a, name=other.get(a.name, a.name)) for a in dim) for dim in last[edge].dims)
