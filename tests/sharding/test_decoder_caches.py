@@ -348,3 +348,14 @@ plan(cu_seqlens=...) with a cache
     fix: give each document a row of the cache
 plan(cache=0): how many slots it has, at least 1""",
     )
+
+
+def test_slots_that_are_read_are_the_same_on_every_rank():
+    """One tensor of them for all layers, or one each; and one row of positions for all."""
+    cfg, params = model((PLAIN, MLP), (RING, MLP))
+    caches = F.empty_caches([each.attention for each in cfg.layers], B, SLOTS, dtype=torch.float64)
+    mesh, ids, told = sh.Mesh(u=4), torch.randint(0, 31, (B, 6)), {"positions": torch.arange(6)[None]}
+    run = sh.simulate(sh.shard(F.decoder, sh.ulysses(), mesh, S=6), mesh)
+    for read in (torch.arange(6), [torch.arange(9), torch.arange(6)]):
+        y, _ = run(params, ids, cfg, cache=caches, read=read, **told)
+        equal(y, F.decoder(params, ids, cfg, cache=caches, read=read, **told)[0])
