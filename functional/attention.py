@@ -138,6 +138,9 @@ class Attention(Tree):
 
 
 @edges(
+    None,
+    None,
+    ("cache_k", "cache_v"),  # a layout that keeps no cache leaves them out
     x="B S D",
     q="B S (K G) E",
     k="B T K E",
@@ -148,6 +151,8 @@ class Attention(Tree):
     k_segment_ids="B T",
     mask="B (K G) S T",
     sinks="(K G)",
+    cache_k="B T K E",
+    cache_v="B T K V",
     o="B S (K G) V",
     out="B S D",
 )
@@ -194,7 +199,6 @@ def attention(
         k=(params.k, "(K E) D"),
         v=(params.v, "(K V) D"),
         o=(params.o, "D (H V)"),
-        cache=(None if cache is None else cache.k, "B T K E"),
     )
     check_positions("attention", positions)
     if sizes["H"] * cfg.num_key_value_heads != sizes["K"] * cfg.num_attention_heads:
@@ -212,6 +216,10 @@ def attention(
             f"have {sizes['H']} of them\n    fix: replicate the query and key projections over the ranks"
         )
     wire = wire.layer(H=cfg.num_attention_heads, K=cfg.num_key_value_heads, causal=cfg.causal, window=cfg.window)
+    heads = wire.heads()
+    if cache is not None:
+        local = {"K": sizes["K"] if heads.groups is None else heads.groups}
+        check_shapes("attention", {**widths, "B": sizes["B"], **local}, cache=(cache.k, "B T K E"))
     x_BSD = wire.pass_(x=x)
     if wire.moves:  # keys and values first, so that they fly while queries are projected
         x_BSD = apply_norm(x_BSD, params.norm, cfg.norm)
@@ -237,8 +245,11 @@ def attention(
         sent, q=q_BSHE, q_positions=positions, q_segment_ids=segment_ids, mask=mask, sinks=params.sinks
     )
     if cache is not None:
+        if wire.moves:  # one row of positions may stand for all
+            k_positions = k_positions.expand(k_BTKE.shape[:2])
+        k_kept, v_kept = wire.receive(cache_k=cache.k, cache_v=cache.v)
+        cache = KVCache(k=k_kept, v=v_kept)
         cache, k_BTKE, v_BTKV, k_positions = cache_update(cache, k_BTKE, v_BTKV, k_positions, read, window=cfg.window)
-    heads = wire.heads()
     # A core is told what there is to tell, so that a plain one (SDPA in a lambda) can serve a plain layer.
     told: dict[str, Any] = {
         "window": cfg.window,

@@ -68,6 +68,9 @@ def mla_rotary(
 
 
 @edges(
+    None,
+    None,
+    ("cache_latent",),  # a layout that keeps no cache leaves it out
     x="B S D",
     kv_latent="B T L",
     key_rope="B T R",
@@ -79,6 +82,7 @@ def mla_rotary(
     q_segment_ids="B S",
     k_segment_ids="B T",
     mask="B H S T",
+    cache_latent="B T LR",
     o="B S H V",
     out="B S D",
 )
@@ -161,6 +165,9 @@ def mla(
         expand = wire.projection(kv_b)
         kv_latent, key_rope, k_positions, k_ids = wire.receive(*sent)
     if cache is not None:
+        if wire.moves:  # one row of positions may stand for all
+            k_positions = k_positions.expand(kv_latent.shape[:2])
+        cache = LatentCache(latent=wire.pass_(cache_latent=cache.latent))
         new = torch.cat((kv_latent, key_rope), -1)
         cache, latent, k_positions = latent_cache_update(cache, new, k_positions, read, window=cfg.window)
         kv_latent, key_rope = latent.split((cfg.kv_lora_rank, cfg.qk_rope_head_dim), -1)

@@ -101,9 +101,27 @@ def with_queries(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, 
     keys = (f"{batch} T",)
     found = {
         "q_positions": tokens, "k_positions": keys, "q_segment_ids": tokens, "k_segment_ids": keys, "mask": mask,
-        "sinks": (split[0], split[1]),
+        "sinks": (split[0], split[1]), **_cached(chains),
     }  # fmt: skip
     return {name: chain_of(chain) for name, chain in found.items()}
+
+
+def _cached(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """How caches lie, where a rank has all tokens of what they are made of: as these lie in the end, with slots for
+    tokens. Where queries stay split, it lacks those that they do not see."""
+    made = {"k": ("cache_k", {"S": "T"}), "v": ("cache_v", {"S": "T"}), "kv_latent": ("cache_latent", _LATENT)}
+    last = {edge: parse(chains[edge][-1]) for edge in ("q", *made) if edge in chains}
+    if any(atom.axes for spec in last.values() for atom in spec.atoms if atom.name == "S"):
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    for edge, (name, other) in made.items():
+        if edge in last:
+            dims = (tuple(replace(a, name=other.get(a.name, a.name)) for a in dim) for dim in last[edge].dims)
+            found[name] = (" ".join(map(_written, dims)),)
+    return found
+
+
+_LATENT = {"S": "T", "L": "LR"}  # the rotary key lies beside it
 
 
 def _written(dim: tuple[Atom, ...]) -> str:

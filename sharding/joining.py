@@ -87,7 +87,7 @@ def check_edges(
             if two
             else "a layout of its edges alone",
         )
-    strange = next((edge for edge in idle if _name(edge) not in EDGES), None)
+    strange = next((edge for edge in idle if not _usual(edge)), None)
     if strange:
         guess = nearest(strange, set(map(_name, declared)))
         raise SpecError(
@@ -136,7 +136,7 @@ def _refuse_half(
     for part in sorted(lacking, key=lambda part: len(lacking[part])):
         found = [rule_of(chains, edge) for edge in _of_part(declared, part)]
         own = [rule for rule in found if rule is not None and rule not in served]
-        own = [rule for rule in own if _name(rule) not in EDGES or _exchanges(chains[rule])]
+        own = [rule for rule in own if not _usual(rule) or _exchanges(chains[rule])]
         if own:
             _refuse(layout, name, lacking[part], f" in {_name(part)}, beside {', '.join(own)}")
 
@@ -233,6 +233,11 @@ def letters_of(chains: Chains) -> set[str]:
 
 def _name(edge: str) -> str:
     return edge.rsplit(".", 1)[-1]
+
+
+def _usual(edge: str) -> bool:
+    """Whether a layout may have it though a function does not pass it."""
+    return _name(edge) in EDGES or _name(edge).startswith("cache_")
 
 
 def _dims(text: str) -> list[tuple[str, ...]]:

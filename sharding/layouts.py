@@ -265,7 +265,7 @@ def _edges(
 
 def compose(outer: Layout, inner: Layout) -> Layout:
     """One layout around another: what the outer one hands over is what the inner one takes."""
-    a, b = dict(outer.chains), dict(inner.chains)
+    a, b = ({e: c for e, c in each.chains if not e.startswith("cache_")} for each in (outer, inner))  # implied anew
     if set(a) != set(b):
         more = ", ".join(sorted(set(a) ^ set(b)))
         raise SpecError(f"{outer.name} around {inner.name}: only one of them has {more}")

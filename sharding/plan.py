@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import documents, html, rules, shards
+from . import caches, documents, html, rules, shards
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh, size_of, text_of
@@ -25,7 +25,6 @@ from .rehearsal import Rank, moves_around, rehearse
 from .schedules import MATERIALISED, schedule_of
 from .show import columns, ranks_text
 from .spec import parse
-from .trace import Event
 
 __all__ = ["Exchange", "Plan", "diff", "ends_of", "plan", "span"]
 
@@ -51,10 +50,11 @@ class Plan:
     """What attention in a layout sends, computes and keeps. Prints as text; a notebook shows a table.
 
     facts: mesh, sizes, dtype, what queries see, options. exchanges: in the order of their launch, forward and then
-    backward. classes: ranks by what they do. order: launches, waits, the core, and where a scan takes in the states
-    before it, forward and backward. pending: for each input the axes over which its gradient is a pending sum. volume:
+    backward. classes: ranks by what they do. order: launches, waits, the core, where a scan takes in the states before
+    it, and what a gated delta net projects while something flies (unless its rows lie with those of what flies),
+    forward and backward. pending: for each input the axes over which its gradient is a pending sum. volume:
     elements that the busiest rank receives forward, for each token of a rank's share. notes: what is not in it. tokens:
-    what `Rank.queries` and `Rank.keys` are numbers of.
+    what `Rank.queries` and `Rank.keys` are numbers of. cache: bytes of one layer's on a rank, the least and the most.
     """
 
     title: str
@@ -66,6 +66,7 @@ class Plan:
     volume: float
     notes: tuple[str, ...]
     tokens: tuple[str, str]
+    cache: tuple[int, int]
     mesh: Mesh = field(compare=False)
 
     @property
@@ -176,14 +177,15 @@ _WAYS = ("forward", "backward")
 
 def plan(
     layout: Layout, mesh: Mesh, /, *, dtype: torch.dtype = torch.float32, causal: bool = False,
-    window: int | None = None, cu_seqlens: Any = None, **sizes: int,
+    window: int | None = None, cu_seqlens: Any = None, cache: int | None = None, **sizes: int,
 ) -> Plan:  # fmt: skip
     """What attention in a layout will do: `print(hybrid().plan(mesh, B=2, S=96, H=9, K=3, E=64))`.
 
     mesh: any; nothing runs. dtype: of q, k and v. causal, window, cu_seqlens: what a query sees, for arithmetic and for
-    `exchange="needed"`. sizes: global; B, S, E and two of H, K, G; V where values are wider or narrower than keys; D
-    of the model, for a sum over tp. Of latent attention B, S, H, L, N, R and V; in a layout that knows no latents a
-    rank first projects keys and values of its own tokens, which counts among its flops.
+    `exchange="needed"`. cache: how many slots it has (that of a gated delta net has none, and takes any number); tokens
+    before are not in flops, nor the cache in peak bytes. sizes: global; B, S, E and two of H, K, G; V where values are
+    wider or narrower than keys; D of the model, for a sum over tp. Of latent attention B, S, H, L, N, R and V; in a
+    layout that knows no latents a rank first projects keys and values of its own tokens, which counts among its flops.
 
     Raises `SpecError` where the layout, the mesh and the sizes do not go together, or a size is missing.
     """
@@ -220,9 +222,21 @@ def plan(
     for name in schedule.edges:
         for text in edges[name]:
             shards.check(parse(text), {**sizes, "T": sizes["S"]}, mesh.axes)
+    if cache is not None:
+        if isinstance(cache, bool) or not isinstance(cache, int) or cache < 1:
+            raise TypeError(f"plan(cache={cache!r}): how many slots it has, at least 1")
+        if cu is not None:
+            raise ValueError("plan(cu_seqlens=...) with a cache\n    fix: give each document a row of the cache")
+        if not any(name.startswith("cache_") for name in edges):
+            what, fix = caches.why_none(edges, layout)
+            raise SpecError(f"plan(cache={cache}): {what}", mesh=str(mesh), fix=fix)
+        slots = {"T": cache if window is None else min(cache, window), "LR": sizes.get("L", 0) + sizes.get("R", 0)}
+        if recurrent:
+            slots |= {"U": sizes["W"] - 1, "C": 2 * sizes["E"] + sizes["H"] // sizes["K"] * sizes["V"]}
+            sizes |= slots
     # A thread has none of its caller's modes: no_grad, inference, transforms, hooks of autograd, fake tensors.
     with ThreadPoolExecutor(1) as apart:
-        made = apart.submit(rehearse, layout, mesh, sizes, dtype, sight, cu).result()
+        made = apart.submit(rehearse, layout, mesh, sizes, dtype, sight, cu, cache is not None).result()
     if schedule is MATERIALISED:
         made = [_projected(r, parse(edges["k"][0]).local(sizes, mesh, r.ranks[0]), sizes) for r in made]
     exchanges = _exchanges(made)
@@ -232,8 +246,12 @@ def plan(
     large = [axis for axis, n in mesh.axes if n > 1]
     pending = tuple((name, tuple(axis for axis in large if axis not in split[name])) for name in inputs)
     notes: tuple[str, ...] = ()
+    kept = (0, 0)
+    if cache is not None:
+        kept = ends_of(caches.held(edges, {**sizes, **slots}, mesh, r.ranks[0], dtype) for r in made)
+        notes += (f"cache: {span(kept)} bytes on a rank, and as many for the new one; not in peak bytes",)
     if schedule is MATERIALISED:
-        notes = ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
+        notes += ("keys and values materialised from latents, each rank's own: in its flops, not in its bytes",)
     if not recurrent and any(edge.startswith("gdn.") for edge, _ in layout.chains):
         notes += (
             "not counted: gated delta nets, which layout.stack(mesh, [sizes of each layer], ...) plans beside it",
@@ -258,11 +276,12 @@ def plan(
         (f"mesh: {text_of(mesh.axes, *specs)}", f"sizes: {used}", kind, sees, *options),
         exchanges,
         tuple(made),
-        _orders(made[0].events),
+        _orders(made[0]),
         pending,
         max(_received(r) for r in made) / dtype.itemsize / share if share else 0.0,
         notes,
         ("tokens", "convolved") if recurrent else ("queries", "keys"),
+        kept,
         mesh,
     )
 
@@ -290,26 +309,21 @@ def diff(a: Plan, b: Plan) -> str:
     return "\n".join([f"- {a.title}", f"+ {b.title}", *(line.rstrip() for line in found if line[0] in "-+")])
 
 
-def _orders(events: Sequence[Event]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Launches and waits, with the core where it stands among them, and where the states before it are taken in."""
-
-    def said(event: Event) -> str:
-        return f"{event.what} {','.join(event.call.edges)} ({'/'.join(event.axes)})"
-
-    def placed(some: list[Event], backward: bool) -> tuple[str, ...]:
-        """From the inputs on: of gradients the same backwards."""
-        found = [(event.call.edges, said(event)) for event in some]
-        found = found[::-1] if backward else found
-        last = sum(edges not in (("summary",), ("o",), ("out",)) for edges, _ in found)
-        passed = sum(edges == ("summary",) for edges, _ in found[last:])
-        states = ["states"] if passed else []
-        texts = [text for _, text in found]
-        order = [*texts[:last], "core", *texts[last : last + passed], *states, *texts[last + passed :]]
-        return tuple(order[::-1] if backward else order)
-
-    ways = ([e for e in events if e.call.backward == way] for way in (False, True))
-    forward, backward = (placed(some, way) for some, way in zip(ways, (False, True), strict=True))
-    return forward, backward
+def _orders(rank: Rank) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Launches and waits, with the core where it stands among them, where the states before it are taken in, and what
+    is projected while something flies."""
+    happens = [
+        (event.call.backward, i, 1, f"{event.what} {','.join(event.call.edges)} ({'/'.join(event.axes)})")
+        for i, event in enumerate(rank.events)
+    ]
+    happens += [(backward, i, 0, what) for i, backward, what in rank.computed]
+    found: tuple[list[str], list[str]] = ([], [])
+    flying = 0
+    for backward, _, _, what in sorted(happens, key=lambda each: each[:3]):
+        flying += what.startswith("launch ") - what.startswith("wait ")
+        if flying or not what.startswith("project "):
+            found[backward].append(what)
+    return tuple(found[0]), tuple(found[1])
 
 
 def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:

@@ -18,9 +18,10 @@ from .implied import convolved, lead
 from .layouts import Layout
 from .mesh import Axes, Mesh
 from .meter import Meter
-from .schedules import Schedule, schedule_of
+from .schedules import Schedule, schedule_of, with_cache
 from .shards import Ranges
 from .spec import Atom, parse
+from .stages import forward
 from .steps import one_step
 from .trace import Event, Trace
 from .wires import LayoutWire
@@ -50,7 +51,8 @@ class Work(NamedTuple):
 class Rank(NamedTuple):
     """What ranks of one class do. queries, keys: tokens that the core sees, of so many heads. flops: of the pairs of a
     query and a key that see each other, forward. events: as a trace has them. memory: the most bytes held at once from
-    the inputs on, until each event, and until the gradients of the inputs are there."""
+    the inputs on, until each event, and until the gradients of the inputs are there. computed: what is computed between
+    events: behind how many of them, whether in backward, and what."""
 
     ranks: tuple[int, ...]
     queries: int
@@ -59,6 +61,7 @@ class Rank(NamedTuple):
     kv_heads: int
     flops: int
     memory: tuple[tuple[str, int], ...]
+    computed: tuple[tuple[int, bool, str], ...]
     events: tuple[Event, ...]
 
     @property
@@ -73,14 +76,17 @@ class Rank(NamedTuple):
 
 
 def rehearse(
-    layout: Layout, mesh: Mesh, sizes: Mapping[str, int], dtype: torch.dtype, sight: Sight, cu: Boundaries | None
-) -> list[Rank]:
+    layout: Layout, mesh: Mesh, sizes: Mapping[str, int], dtype: torch.dtype, sight: Sight, cu: Boundaries | None,
+    cached: bool,
+) -> list[Rank]:  # fmt: skip
     """What every rank does, by classes. sizes: of the letters of the layout's schedule. cu: boundaries of documents.
+    cached: whether there is a cache.
 
     Of ranks that exchange alike a few are rehearsed, and what the others hold and send follows from how many keys each
     has. Those that compute alike too make one class.
     """
     schedule = schedule_of(layout, mesh.axes)
+    schedule = with_cache(schedule) if cached else schedule
     recurrent = schedule.recurrent
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
     around = moves_around(edges) if "D" in sizes else []
@@ -111,9 +117,9 @@ def rehearse(
             each = 3 * sizes["E"] * sizes["N"] if recurrent else sizes["E"] + sizes["V"]
             flops = 2 * run.rows * (run.heads * done.pairs * each + run.multiplied(done.keys))
             memory = _memory(held, events)
-            found.append(
-                Rank(tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, events)
-            )  # fmt: skip
+            found.append(Rank(
+                tuple(ranks), done.queries, done.keys, run.heads, run.kv_heads, flops, memory, run.computed, events
+            ))  # fmt: skip
     return found
 
 
@@ -232,7 +238,7 @@ def atom_of(text: str, letter: str) -> Atom:
 
 class _Ran(NamedTuple):
     """projection: multiplications of a token in what is projected on the way. tokens: how many of them, None where it
-    is those that are seen. held: as a meter found it, by events."""
+    is those that are seen. held: as a meter found it, by events. computed: as `Rank` has it."""
 
     rows: int
     heads: int
@@ -241,6 +247,7 @@ class _Ran(NamedTuple):
     tokens: int | None
     held: Sequence[tuple[int, int]]
     events: tuple[Event, ...]
+    computed: tuple[tuple[int, bool, str], ...]
 
     def multiplied(self, seen: int) -> int:
         """The multiplications of a row in what is projected."""
@@ -268,75 +275,20 @@ def _run(
     first = [here[name] for name in inputs]
     weights = [here[name] for name in schedule.parameters]
     meter = Meter(lambda: len(trace.events), first, weights)
+    computed: list[tuple[int, bool, str]] = []
+
+    def note(what: str, backward: bool) -> None:
+        computed.append((len(trace.events), backward, what))
+
     with meter:
-        end, kv_heads, projection, tokens = _forward(wire, schedule, mesh, rank, sizes, here)
+        end, kv_heads, projection, tokens = forward(
+            wire, schedule, mesh, rank, sizes, here, note, moves_around(wire.edges) if "D" in sizes else []
+        )
         torch.autograd.grad(end, [*first, *weights], end.new_empty(0))
     heads = wire.heads(of=lead(wire.edges)).local
     assert heads is not None
     kv_heads = heads if kv_heads is None else kv_heads
-    return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events))
-
-
-def _forward(
-    wire: LayoutWire, schedule: Schedule, mesh: Mesh, rank: int, sizes: Mapping[str, int], here: dict[str, Tensor]
-) -> tuple[Tensor, int | None, int, int | None]:
-    """What ends the layer, heads that keys have of their own, and what is projected as `_Ran` has it. here: what comes
-    in; it is left empty, so that backward finds what autograd keeps and no more."""
-    sent: dict[tuple[str, ...], Any] = {}
-    project: Any = None
-    projection, tokens = 0, None
-
-    def local(name: str) -> tuple[int, ...]:
-        return parse(wire.edges[name][0]).local(sizes, mesh, rank)
-
-    if "x" in here:
-        x = wire.pass_(x=here.pop("x"))
-        here |= {name: _Stage.apply(local(name), x.dtype, x) for name in schedule.inputs}
-        del x
-    for step in schedule.steps:
-        given = {name: here[name] for name in step.edges if name in here}
-        if step.what == "send":
-            sent[step.edges] = wire.send(**given)
-        elif step.what == "receive":
-            found = wire.receive(*(sent.pop(group) for group in [*sent] if {*group} <= {*step.of}), **given)
-            here |= dict(zip((*step.edges, *step.of), found, strict=True))
-        elif step.what == "pass":
-            here[step.edges[0]] = wire.pass_(**given)
-        elif step.what == "project":
-            project = wire.projection(here[step.edges[0]])
-        else:
-            (name,), of = step.edges, [here[each] for each in step.of]
-            if step.what == "make":
-                keys = of[0].shape[rules.place(wire.edges[step.of[0]][-1], "S")]
-                sizes = {**sizes, "T": keys}
-                whole = any(atom.name == "T" for atom in parse(wire.edges[name][0]).atoms)
-                tokens = None if whole else keys
-                projection = of[1].shape[0] * of[1].shape[1]
-                here[name] = project(of[0]).unflatten(-1, local(name)[-2:])
-            else:
-                dtype = torch.promote_types(of[0].dtype, torch.float32) if name in schedule.wide else of[0].dtype
-                here[name] = _Stage.apply(local(name), dtype, *of)
-        given.clear()
-    end = here["o"]
-    if "D" in sizes and "out" in moves_around(wire.edges):
-        end = wire.pass_(out=_Stage.apply(local("out"), end.dtype, end))
-    kv_heads = here["k"].shape[rules.place(wire.edges["k"][-1], "K")] if "k" in here else None
-    here.clear()
-    return _Stage.apply((0,), end.dtype, end), kv_heads, projection, tokens
-
-
-class _Stage(torch.autograd.Function):
-    """What stands between the exchanges, and behind the last: a result of the right shape, and gradients of everything.
-    What it reads is kept until then."""
-
-    @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *xs: Tensor) -> Tensor:
-        ctx.save_for_backward(*xs)
-        return xs[0].new_empty(shape, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, *map(torch.empty_like, ctx.saved_tensors)
+    return _Ran(rows, heads, kv_heads, projection, tokens, meter.found, tuple(trace.events), tuple(computed))
 
 
 def _combined(runs: Sequence[_Ran], of: Sum) -> tuple[list[tuple[int, int]], tuple[Event, ...]]:

@@ -13,15 +13,27 @@ from .errors import SpecError
 from .layouts import Layout
 from .mesh import Axes
 
-__all__ = ["ATTENTION", "DELTA", "DELTA_SCAN", "LATENT", "MATERIALISED", "PACKED", "Schedule", "Step", "schedule_of"]
+__all__ = [
+    "ATTENTION",
+    "DELTA",
+    "DELTA_SCAN",
+    "LATENT",
+    "MATERIALISED",
+    "PACKED",
+    "Schedule",
+    "Step",
+    "schedule_of",
+    "with_cache",
+]
 
 
 class Step(NamedTuple):
     """send: edges handed over early. receive: edges that are needed now, and those sent before, `of`. project: a weight
-    of which a projection is made, see `Wire.projection`. make: what that makes of another. core: an edge that is
-    computed of others. pass: one that is sent and received at once."""
+    of which a projection is made, see `Wire.projection`. make: what that makes of another. meanwhile: what is projected
+    from activations at that moment, an edge or not. core: an edge that is computed of others. pass: one that is sent
+    and received at once."""
 
-    what: Literal["send", "receive", "project", "make", "core", "pass"]
+    what: Literal["send", "receive", "project", "make", "meanwhile", "core", "pass"]
     edges: tuple[str, ...]
     of: tuple[str, ...] = ()
 
@@ -45,7 +57,7 @@ class Schedule(NamedTuple):
     @property
     def edges(self) -> tuple[str, ...]:
         """Every edge, in the order in which it comes."""
-        named = (edge for step in self.steps for edge in step.edges)
+        named = (edge for step in self.steps if step.what != "meanwhile" for edge in step.edges)
         return tuple(dict.fromkeys((*self.inputs, *self.parameters, *named)))
 
     def sizes(self, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -111,34 +123,58 @@ PACKED = LATENT._replace(
 # Latent attention in a layout that knows no latents: its keys and values are projected before anything moves.
 MATERIALISED = ATTENTION._replace(letters=LATENT.letters, more=LATENT.more, widths=LATENT.widths, latent=True)
 
-_OWN = ("q_conv", "k_conv", "v_conv", "a_log", "dt_bias")
-_SENT = ("q", "k", "v", "b", "a")
+_CONVOLVED, _CONVOLUTIONS = ("q", "k", "v"), ("q_conv", "k_conv", "v_conv")
+_GATES, _DECAYS = ("b", "a"), ("a_log", "dt_bias")
+_SENT, _OWN = (*_CONVOLVED, *_GATES), (*_CONVOLUTIONS, *_DECAYS)
 _READ = (*_SENT, *_OWN)
+_STATES = ("summary", "tail", "rows")  # the last two with a cache
 
 # A gated delta net by heads. N: values that a head's state has.
 DELTA = Schedule(
     inputs=_SENT,
     parameters=_OWN,
-    steps=(Step("send", _SENT), Step("receive", _OWN, _SENT), Step("core", ("o",), _READ), Step("pass", ("o",))),
+    steps=(
+        Step("send", _SENT),
+        Step("meanwhile", ("z",)),
+        Step("receive", _OWN, _SENT),
+        Step("core", ("o",), _READ),
+        Step("pass", ("o",)),
+    ),
     letters="BSHKEVW",
     more="GYD",
     widths=(("N", ("V",)),),
-    wide=("a_log", "dt_bias", "summary"),
+    wide=("a_log", "dt_bias", *_STATES),
     recurrent=True,
 )
 
 # The same by tokens: what a shard does to a state goes to all, as E values more.
 DELTA_SCAN = DELTA._replace(
     steps=(
-        Step("send", _SENT),
-        Step("receive", _OWN, _SENT),
+        Step("send", _CONVOLVED),
+        Step("meanwhile", _GATES),
+        Step("receive", (*_GATES, *_DECAYS)),
+        Step("receive", _CONVOLUTIONS, _CONVOLVED),
         Step("core", ("summary",), _READ),
-        Step("pass", ("summary",)),
+        Step("send", ("summary",)),
+        Step("meanwhile", ("z",)),
+        Step("receive", (), ("summary",)),
         Step("core", ("o",), (*_READ, "summary")),
         Step("pass", ("o",)),
     ),
     widths=(("N", ("V", "E")),),
 )
+
+
+def with_cache(schedule: Schedule) -> Schedule:
+    """The same with a cache: where states go to all, the end of each shard's convolution goes with them, and of which
+    rows it has tokens."""
+
+    def more(edges: tuple[str, ...]) -> tuple[str, ...]:
+        at = edges.index("summary") if "summary" in edges else len(edges)
+        return (*edges[:at], *(_STATES if at < len(edges) else ()), *edges[at + 1 :])
+
+    steps = (step._replace(edges=more(step.edges), of=more(step.of)) for step in schedule.steps)
+    return schedule._replace(steps=tuple(steps))
 
 
 def schedule_of(layout: Layout, axes: Axes, letters: Iterable[str] = ()) -> Schedule:

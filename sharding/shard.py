@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..functional import tree
 from ..functional.wire import choices_of, edges_of, optional_of
-from . import cores, joining, rules, shards, whole
+from . import caches, cores, joining, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
 from .mesh import Mesh, constant_axes
@@ -44,8 +44,9 @@ def shard(fn: Callable[..., Any], layout: Layout, mesh: Mesh, /, **sizes: int) -
     specs say of the axes that split heads and features. Whole on every rank: positions, q_positions and k_positions
     `B|1 S` (0 .. S-1, or within documents, unless given), segment_ids `B S`, mask (boolean, `S S` or `B|1 H|1 S S`)
     and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result. A
-    cache comes in and goes out as the layer's edges `cache_...` lie; a layer without these takes none. With one, tokens
-    go on from it unless positions are given.
+    cache comes in and goes out as the layer's edges `cache_...` lie, that of a decoder layer by layer: by heads where
+    keys or states are met by heads, else whole; where queries stay split there is none. With one, tokens of a gated
+    delta net go on from it unless positions are given; a decoder needs them.
 
     A core is told what a shard cannot know, as far as it takes it: q_positions, k_positions, segment_ids (both sides),
     kv_index, head_offset, local_heads; one that takes no kv_index gets its keys and values repeated instead.
@@ -174,6 +175,8 @@ class Sharded:
         if not torch.compiler.is_compiling():  # there the wire refuses, as nothing moves while a graph is made
             joining.check_parts(given, self.lacking, self.layout.name, self.name)
             joining.check_weights(given, self.declared, self.layout, self.mesh.axes, self.name)
+        if given.get("cache") is not None:
+            caches.check(self.name, given, self._kept(given), self.layout, at, own=True)
         self._check(at, given, dict(rules.of_rows(self.layout.chains)))
         device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
         known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
@@ -204,12 +207,11 @@ class Sharded:
         return self.fn(*bound.args, **bound.kwargs)
 
     def _refuse_own(self, given: Mapping[str, Any]) -> None:
-        refused = {"wire": "the layout is the wire"}
-        if not self._leaves:
-            refused["cache"] = "a cache is not split over ranks"
-        for name, why in refused.items():
-            if given.get(name) is not None:
-                raise ValueError(f"{self.name}({name}=...) under a layout: {why}\n    fix: without it")
+        if given.get("wire") is not None:
+            raise ValueError(f"{self.name}(wire=...) under a layout: the layout is the wire\n    fix: without it")
+
+    def _kept(self, given: Mapping[str, Any]) -> list[caches.Kept]:
+        return caches.kept_by(given, self.declared, self.layout, self.part, choices_of(self.fn))
 
     def _extra(self) -> str | None:
         """The name of `**given`, if there is one."""
@@ -279,14 +281,20 @@ class Sharded:
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads))
         joining.check_parts(named, self.lacking, self.layout.name, self.name)
         joining.check_weights(named, self.declared, self.layout, self.mesh.axes, self.name)
+        if named.get("cache") is not None and self.is_layer:
+            caches.check(self.name, named, self._kept(named), self.layout, self.mesh, own=False)
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
         cfg = next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
         inside = {
             letter for letter in joining.letters_of(self.chains) if letter not in "BS" and self.layout.split(letter)
         }
         for name, x in named.items():
-            if isinstance(x, tree.Tree) and cfg is not None:
-                specs[name] = self._of_cache(x, cfg) if name == "cache" else self.specs(x, cfg)
+            if name == "cache" and cfg is not None:
+                specs[name] = self._of_cache(x, self._kept(named))
+            elif isinstance(x, tree.Tree) and cfg is not None:
+                specs[name] = self.specs(x, cfg)
+            elif name == "read":  # slots, of which every rank has all
+                continue
             elif inside and name not in edges and name not in whole.NAMES and _holds_tensors(x):
                 what = f"a {type(x).__name__}" + " without a config" * isinstance(x, tree.Tree)
                 raise SpecError(
@@ -326,22 +334,14 @@ class Sharded:
         )
         return parse(str(Spec(dims, spec.partial)))
 
-    @property
-    def _leaves(self) -> set[str]:
-        """What a cache may have: a leaf each for the edges `cache_...` that the function passes itself."""
-        found = [edge.rsplit(".", 1)[-1] for edge in self.declared] if self.is_layer and not choices_of(self.fn) else []
-        return {edge.removeprefix("cache_") for edge in found if edge.startswith("cache_")}
-
-    def _of_cache(self, cache: tree.Tree, cfg: Any) -> Any:
-        """How a cache lies, when it comes in and when it goes out; None, whole, for one that the function refuses."""
-        sizes = tree.sizes_of(cache, cfg)
-        names = {path: path.removeprefix(".") for path in sizes}
-        if {*names.values()} != self._leaves:
+    def _of_cache(self, cache: Any, kept: list[caches.Kept]) -> Any:
+        """How caches lie, one a layer, when they come in and when they go out."""
+        if not isinstance(cache, (tuple, list)):
+            return caches.specs(cache, kept[0], self.layout, self.mesh)
+        if len(cache) != len(kept):
             return None
-        chains = rules.of_part(self.layout.chains, self.part)
-        found = dict(rules.resolve(self.layout.name, chains, self.mesh.axes, (cfg.sizes["H"], cfg.sizes["K"])))
-        new = {path: Sized(parse(found[f"cache_{name}"][0]), sizes[path]) for path, name in names.items()}
-        return tree.replace(cache, new)
+        pairs = zip(cache, kept, strict=True)
+        return type(cache)(caches.specs(each, layer, self.layout, self.mesh) for each, layer in pairs)
 
     def out_specs(self, result: Any, cache: Any = None) -> Any:
         """How the result is split: as the last edge that the function passes itself; a cache as it came in."""
@@ -355,8 +355,8 @@ class Sharded:
         def of(x: Any, spec: str) -> Any:
             if isinstance(x, Tensor):
                 return spec
-            if isinstance(x, tree.Tree):
-                return cache
+            if isinstance(x, tree.Tree) or (isinstance(x, tuple) and x and isinstance(x[0], tree.Tree)):
+                return tuple(cache) if isinstance(cache, list) else cache
             if hasattr(x, "_fields"):
                 return type(x)(*(of(each, tokens) for each in x))
             return tuple(of(each, spec) for each in x) if isinstance(x, tuple) else None

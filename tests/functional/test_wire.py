@@ -61,8 +61,8 @@ class Counting:
 
 
 def without(declared, *parts):
-    """The names of edges that are of none of these parts, nor of several ranks."""
-    several = (".summary", ".tail", ".rows")
+    """The names of edges that are of none of these parts, nor of several ranks, nor of keys and latents kept before."""
+    several = (".summary", ".tail", ".rows", ".attention.cache_k", ".attention.cache_v", ".cache_latent")
     return {n for n in declared if not any(f".{part}." in n for part in parts) and not n.endswith(several)}
 
 

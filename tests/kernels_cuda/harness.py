@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from meshfn.kernels_cuda import Launch
 from torch import Tensor
 
 from .building import SANITIZERS, SIMT, Builder
-from meshfn.kernels_cuda import Launch
 
 __all__ = ["Host", "KernelFault", "Launch"]
 

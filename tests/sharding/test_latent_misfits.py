@@ -229,10 +229,10 @@ positions with exchange="needed": the keys that a query needs are worked out fro
 
 def test_arguments_that_a_layout_has_no_place_for():
     assert_expected_inline(
-        refused(sh.mla_latent(), {"u": 2}, cache=object()),
+        refused(sh.mla_gather(), {"g": 2}, cache=object()),
         """\
-mla(cache=...) under a layout: a cache is not split over ranks
-    fix: without it""",
+mla(cache=...) under a layout: queries of mla_gather("g") stay split over g, so that a rank has no keys but those that they see
+    fix: mla_latent("g"), or no cache""",
     )
     assert_expected_inline(
         refused(sh.mla_gather(), {"g": 2}, wire=object()),

@@ -84,7 +84,7 @@ def test_a_layer_of_other_heads_than_were_said():
     ("options", "message"),
     [
         ({"wire": identity}, r"attention\(wire=...\) under a layout: the layout is the wire"),
-        ({"cache": object()}, r"attention\(cache=...\) under a layout: a cache is not split over ranks"),
+        ({"cache": object()}, r"attention\(positions=...\): needed with a cache, which does not say how full it is"),
     ],
 )
 def test_arguments_of_a_layer_that_a_layout_has_no_place_for(options, message):

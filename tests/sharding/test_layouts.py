@@ -23,7 +23,8 @@ ulysses("u")
   o      B S (K/u G) V -> B S/u (K G) V  all-to-all over u
   mask   B (K G) S T -> B (K/u G) S T    whole on every rank, then a slice
   sinks  (K G) -> (K/u G)                a slice
-  out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss: stay as they come
+  out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, cache_k, cache_v:
+  stay as they come
   q_positions, k_positions, q_segment_ids, k_segment_ids: whole on every rank""",
     )
 

@@ -211,13 +211,6 @@ gdn under a layout: unknown arguments
 shard(gdn, ..., s=...): no edge of gdn_scan("cp") has a dimension s
     fix: S""",
     )
-    caches = F.empty_caches([DELTA, PLAIN], 2, 8, dtype=torch.float64)
-    assert_expected_inline(
-        refused_model(both, {"u": 2}, DELTA, PLAIN, cache=caches),
-        """\
-decoder(cache=...) under a layout: a cache is not split over ranks
-    fix: without it""",
-    )
 
 
 def test_layouts_of_one_kind_for_a_model_of_both():

@@ -59,8 +59,8 @@ ranks  tokens  convolved        heads    flops  peak bytes
 0          97         97  2 reading 1  595,968     204,928
 1..3       97         97  2 reading 1  595,968     201,088
 
-order, forward: launch q,k,v,b,a (u) > wait q,k,v,b,a (u) > core > launch o (u) > wait o (u)
-order, backward: launch o (u) > wait o (u) > core > launch q,k,v,b,a (u) > wait q,k,v,b,a (u)
+order, forward: launch q,k,v,b,a (u) > project z > wait q,k,v,b,a (u) > core > launch o (u) > wait o (u)
+order, backward: launch o (u) > wait o (u) > core > launch q,k,v,b,a (u) > project z > wait q,k,v,b,a (u)
 gradients: x, q, k, v, b, a whole; q_conv, k_conv, v_conv, a_log, dt_bias a pending sum over u; parameters over every
     axis that does not split them""",
     )
