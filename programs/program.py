@@ -117,6 +117,7 @@ class Program:
         self._busy = threading.Lock()
         with self._alone():
             self.cache = sizes.caches(model.config, dtype, device)
+            _, self._buffers = packed(model.params, self.cache)
             self._slots = torch.arange(sizes.slots, device=device)
         self._plan: Plan | None = None
         steps = make_steps(model.config)
@@ -169,7 +170,7 @@ class Program:
 
     def _inputs(self) -> tuple[Any, Any]:
         """Parameters and caches as the steps take them."""
-        return packed(self._weights.live(), self.cache)
+        return self._weights.live(), self._buffers
 
     def _read(self, tokens: int) -> tuple[Tensor, ...]:
         """The slots that a step reads, when the longest row holds so many tokens; each size is made once."""
