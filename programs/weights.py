@@ -55,8 +55,8 @@ class Weights:
                 self._converted[path] = torch.empty_like(leaf, dtype=self._dtypes[path], device=self._device)
 
     def live(self) -> F.Decoder:
-        """The parameters to compute with, `packed`: detached, so that a Parameter and a plain tensor compile alike, each
-        with a storage of its own, converted copies brought up to date."""
+        """The parameters to compute with, `packed`: detached, so that a Parameter and a plain tensor compile alike,
+        each with a storage of its own, converted copies brought up to date."""
         self._check(self._leaves, self._strides)
         new, seen = [], set[int]()
         for path, leaf in self._leaves.items():
