@@ -12,9 +12,11 @@ of a plain sum; and with no call in the way, all loops of a layer become one fun
 `flash` is torch's attention, for prefill: it keeps a block of scores in the processor's cache.
 
 `latent` is latent attention absorbed: see `programs/cpu_latent.py`. `chosen` reads the experts that a few tokens chose,
-in loops as those of `gemv`. `two_passes` is a step of the gated delta rule: a loop over the state for what it says of
-key and query, and one that writes it where it lies. A library's product of a state with two columns took nine times as
-long, and wants the state in memory of its own.
+in loops as those of `gemv`.
+
+`taps` is a step of the convolution in front of a gated delta net. `two_passes` is a step of its rule: a loop over the
+state for what it says of key and query, and one that writes it where it lies. A library's product of a state with two
+columns took nine times as long, and wants the state in memory of its own.
 
 Letters: N tokens of x, D width, B batch, S query tokens, T key tokens, H query heads (of a gated delta net value
 heads), K key/value heads, G query heads per key/value head, E key width, V value width, Y decays of a head.
@@ -249,6 +251,29 @@ def expert_mlp(
 
 
 @_op
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    *,
+    activation: str,
+    positions: Tensor,
+    segment_ids: None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `functional.short_conv`, of one token a row. The taps are summed apart from the activation: they read a weight
+    by steps, which the compiler does number by number, and an exponential so is slow."""
+    position_B11 = positions[..., None]
+    old_BUC = state.masked_fill(position_B11 <= 0, 0).mT  # a row that begins has none, nor one without a token
+    x_B1C = x.flatten(2).to(state.dtype)
+    taps = wide(weight[:, 0]).unbind(1)
+    y_BC = wide(x_B1C[:, 0]) * taps[-1]
+    for seen_BC, tap_C in zip(wide(old_BUC).unbind(1), taps[:-1], strict=True):
+        y_BC = torch.addcmul(y_BC, seen_BC, tap_C)
+    y = F.ACTIVATIONS[activation](_once(y_BC)).to(x.dtype).view(x.shape)
+    return y, torch.where(position_B11 < 0, state, torch.cat((old_BUC[:, 1:], x_B1C), 1).mT)
+
+
+@_op
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -324,8 +349,9 @@ def _chosen(call: Call) -> str | None:
     return f"{choices} choices among {experts} experts" if choices > experts else None
 
 
-def _two_passes(call: Call) -> str | None:
-    if (tokens := call.arguments["q"].shape[1]) != 1:
+def _one_token(call: Call) -> str | None:
+    x = call.arguments["x" if call.primitive == "short_conv" else "q"]
+    if (tokens := x.shape[1]) != 1:
         return f"{tokens} tokens a row, 1 alone"
     missing = [name for name in ("state", "positions") if call.arguments[name] is None]
     if missing:
@@ -345,5 +371,6 @@ CPU_KERNELS = (
     Kernel("flash", "core_attention", _ops.core_attention.default, _flash),
     Kernel("latent", "absorbed_core", _ops.absorbed_core.default),
     Kernel("chosen", "expert_mlp", _ops.expert_mlp.default, _chosen),
-    Kernel("two_passes", "gated_delta_rule", _ops.gated_delta_rule.default, _two_passes),
+    Kernel("taps", "short_conv", _ops.short_conv.default, _one_token),
+    Kernel("two_passes", "gated_delta_rule", _ops.gated_delta_rule.default, _one_token),
 )

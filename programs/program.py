@@ -98,8 +98,7 @@ class Program:
         self.device, self.dtype = device, dtype
         self.target = Target(device.type, dtype, arch_of(device))
         self.kernels = with_table(self.target, kernels) if compiled else ()
-        # Tracing a plan takes seconds. A build that is strict, or was given kernels, is held to it; those of the table
-        # are held to it by our tests.
+        # Tracing a plan takes seconds. A build that is strict or has kernels of its own is held to it, others by tests.
         self._held_to_plan = bool(kernels) or strict
         self.build_seconds = 0.0
         self._weights = Weights(model.params, model.config, device, dtype)
@@ -118,6 +117,7 @@ class Program:
         with self._alone():
             self.cache = sizes.caches(model.config, dtype, device)
             self._slots = torch.arange(sizes.slots, device=device)
+        self._buffers = packed(model.params, self.cache)[1]
         self._plan: Plan | None = None
         steps = make_steps(model.config)
         self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
@@ -169,7 +169,7 @@ class Program:
 
     def _inputs(self) -> tuple[Any, Any]:
         """Parameters and caches as the steps take them."""
-        return packed(self._weights.live(), self.cache)
+        return self._weights.live(), self._buffers
 
     def _read(self, tokens: int) -> tuple[Tensor, ...]:
         """The slots that a step reads, when the longest row holds so many tokens; each size is made once."""

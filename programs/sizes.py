@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,10 +77,11 @@ class Sizes:
         return tuple(found)
 
     def caches(self, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Cache, ...]:
-        """A cache a layer, uninitialised."""
+        """A cache a layer, uninitialised, the channels of a convolution innermost: a step reads them tap by tap."""
         kinds = [each.attention for each in cfg.layers]
         slots = [self.slots_of(each.window) for each in kinds]
-        return F.empty_caches(kinds, self.batch, slots, dtype=dtype, device=device)
+        caches = F.empty_caches(kinds, self.batch, slots, dtype=dtype, device=device)
+        return tuple(_by_channel(each) if isinstance(each, F.GDNCache) else each for each in caches)
 
     def idle(self, phase: str, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ...]:
         """The arguments of a phase after parameters and cache, with no active row: computing them changes nothing."""
@@ -93,3 +94,7 @@ class Sizes:
             "prefill": (state, tokens, none, torch.full((self.batch,), -1, device=device), length, eos, read),
             "decode": (state, eos, read),
         }[phase]
+
+
+def _by_channel(cache: F.GDNCache) -> F.GDNCache:
+    return replace(cache, **{name: getattr(cache, name).mT.contiguous().mT for name in ("q", "k", "v")})

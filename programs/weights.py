@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .. import functional as F
 from ..functional import tree
+from .steps import packed
 
 __all__ = ["Weights", "computed_dtype"]
 
@@ -21,36 +23,43 @@ class Weights:
     """
 
     def __init__(self, params: F.Decoder, cfg: F.DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.params, self._cfg, self._device = params, cfg, device
-        leaves, fp32 = tree.paths(params), tree.fp32_paths(params)
-        self._dtypes = {path: computed_dtype(leaf.dtype, dtype, path in fp32) for path, leaf in leaves.items()}
-        self._strides = {path: leaf.stride() for path, leaf in leaves.items()}
+        self._cfg, self._device = cfg, device
+        self._read(params)
+        fp32 = tree.fp32_paths(params)
+        self._dtypes = {path: computed_dtype(leaf.dtype, dtype, path in fp32) for path, leaf in self._leaves.items()}
+        self._strides = {path: leaf.stride() for path, leaf in self._leaves.items()}
         self._converted: dict[str, Tensor] = {}
+
+    def _read(self, params: F.Decoder) -> None:
+        # A tree is frozen: to take it apart for each step would take longer than all else in front of one.
+        self.params, self._leaves = params, tree.paths(params)
+        self._packed = tree.structure(packed(params, ())[0])
 
     def replace(self, new: F.Decoder) -> list[str]:
         """-> the paths of leaves that lie otherwise than those before, for which graphs are compiled again. Raises
         `TreeError` where a shape differs, `ValueError` where dtype or device do."""
         tree.check(new, F.Decoder.abstract(self._cfg), what="program.params")
-        strides = {path: leaf.stride() for path, leaf in tree.paths(new).items()}
-        self._check(new, strides)
+        leaves = tree.paths(new)
+        strides = {path: leaf.stride() for path, leaf in leaves.items()}
+        self._check(leaves, strides)
         moved = [path for path, each in strides.items() if each != self._strides[path] and path not in self._converted]
         self._strides.update({path: strides[path] for path in moved})
-        self.params = new
+        self._read(new)
         return moved
 
     def allocate(self) -> None:
         """Room for the converted copies."""
-        for path, leaf in tree.paths(self.params).items():
+        for path, leaf in self._leaves.items():
             if not self._here(path, leaf):
                 # In the order in which it lies, without the gaps of a view.
                 self._converted[path] = torch.empty_like(leaf, dtype=self._dtypes[path], device=self._device)
 
     def live(self) -> F.Decoder:
-        """The parameters to compute with: detached, so that a Parameter and a plain tensor compile alike, each with a
-        storage of its own, converted copies brought up to date."""
-        self._check(self.params, self._strides)
+        """The parameters to compute with, `packed`: detached, so that a Parameter and a plain tensor compile alike,
+        each with a storage of its own, converted copies brought up to date."""
+        self._check(self._leaves, self._strides)
         new, seen = [], set[int]()
-        for path, leaf in tree.paths(self.params).items():
+        for path, leaf in self._leaves.items():
             leaf = leaf.detach()
             if not self._here(path, leaf):
                 leaf = self._converted[path].copy_(leaf)
@@ -58,18 +67,19 @@ class Weights:
             # A region refuses arguments that share a storage, as fused projections do. They are only read, so a second
             # handle on the same memory serves as well.
             apart = storage in seen or leaf.is_inference()  # an inference tensor would compile again
-            new.append(torch.from_dlpack(leaf) if apart else leaf)  # type: ignore[attr-defined]
+            # torch.from_dlpack would ask first which device the tensor is on, which takes five times as long.
+            new.append(from_dlpack(to_dlpack(leaf)) if apart else leaf)
             seen.add(storage)
-        params: F.Decoder = tree.unflatten(tree.structure(self.params), new)
+        params: F.Decoder = tree.unflatten(self._packed, new)
         return params
 
     def _here(self, path: str, leaf: Tensor) -> bool:
         return leaf.dtype == self._dtypes[path] and leaf.device == self._device
 
-    def _check(self, params: F.Decoder, strides: Mapping[str, tuple[int, ...]]) -> None:
+    def _check(self, leaves: Mapping[str, Tensor], strides: Mapping[str, tuple[int, ...]]) -> None:
         """Leaves must be what the program computes with, or what it has a converted copy for."""
         faults = []
-        for path, leaf in tree.paths(params).items():
+        for path, leaf in leaves.items():
             here = self._here(path, leaf)
             base = leaf._base
             if base is not None and base.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():

@@ -310,13 +310,38 @@ def test_a_step_of_the_delta_rule(channels, heads, dtype):
     assert (o.dtype, new.dtype) == (dtype, g.dtype)
 
 
-def test_a_step_alone_goes_by_loops():
-    q = torch.zeros(1, 2, 1, 4)
-    arguments = {"q": q, "state": torch.zeros(1, 1, 4, 4), "positions": torch.zeros(1, 2), "segment_ids": None}
-    (kernel,) = (each for each in CPU_KERNELS if each.primitive == "gated_delta_rule")
-    reason = lambda **more: kernel.supports(Call("gated_delta_rule", arguments | more, None))  # noqa: E731
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (3, 7, 4), (2, 5, 3), (1, 3, 1)], ids=str)
+@pytest.mark.parametrize("innermost", ["channels", "tokens"])
+def test_a_step_of_a_convolution(innermost, sizes, dtype):
+    """torch's own convolution; a row that begins, one that goes on, one without a token, which keeps every byte."""
+    heads, head_dim, width = sizes
+    channels = heads * head_dim
+    x, weight = strided(3, 1, heads, head_dim, dtype=dtype), torch.randn(channels, 1, width, dtype=dtype)
+    state = torch.randn(3, channels, width - 1, dtype=dtype)
+    state = state if innermost == "tokens" else state.mT.contiguous().mT
+    state[0], state[2], x[2] = torch.nan, torch.nan, torch.nan
+    y, new = CPU.short_conv(x, weight, state, activation="silu", positions=torch.tensor([[0], [4], [-1]]))
+    begun = torch.cat((torch.zeros_like(state[:1]), state[1:2]))
+    tokens_BCW = torch.cat((begun, x[:2].flatten(2).mT), -1)
+    conv = torch.nn.functional.conv1d(tokens_BCW.double(), weight.double(), groups=channels)[..., 0]
+    wanted = torch.nn.functional.silu(conv).view(2, 1, heads, head_dim)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(y[:2].double(), wanted, rtol=tolerance, atol=tolerance)
+    assert torch.equal(new[:2], tokens_BCW[..., 1:])
+    assert torch.equal(*(each[2].contiguous().view(torch.uint8) for each in (new, state)))
+    assert (y.dtype, new.dtype, new.shape) == (dtype, dtype, state.shape)
+
+
+@pytest.mark.parametrize(("primitive", "first"), [("gated_delta_rule", "q"), ("short_conv", "x")])
+def test_a_step_alone_goes_by_loops(primitive, first):
+    x = torch.zeros(1, 2, 1, 4)
+    arguments = {first: x, "state": torch.zeros(1, 1, 4, 4), "positions": torch.zeros(1, 2), "segment_ids": None}
+    (kernel,) = (each for each in CPU_KERNELS if each.primitive == primitive)
+    reason = lambda **more: kernel.supports(Call(primitive, arguments | more, None))  # noqa: E731
     assert reason() == "2 tokens a row, 1 alone"
-    assert reason(q=q[:, :1], state=None) == "no state"
-    assert reason(q=q[:, :1], positions=None) == "no positions"
-    assert reason(q=q[:, :1], segment_ids=q) == "documents"
-    assert reason(q=q[:, :1]) is None
+    arguments[first] = x[:, :1]
+    assert reason(state=None) == "no state"
+    assert reason(positions=None) == "no positions"
+    assert reason(segment_ids=x) == "documents"
+    assert reason() is None

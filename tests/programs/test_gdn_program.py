@@ -114,6 +114,23 @@ def test_an_inactive_row_changes_no_byte(pair):
     assert not after.logits[0].isnan().any()
 
 
+def test_a_step_takes_no_tree_apart(pair, monkeypatch):
+    """Parameters and caches are taken apart once: of many layers that would take longer than the step."""
+    compiled, _ = pair
+    state = compiled.prefill([[3, 1, 4]])
+
+    def refused(tree):
+        raise AssertionError("a tree was taken apart")
+
+    with monkeypatch.context() as patch:
+        for name in ("leaves", "paths", "structure"):
+            patch.setattr(F.tree, name, refused)
+        found = compiled.decode(state)
+    compiled.params = compiled.params  # which is read anew
+    again = compiled.decode(compiled.prefill([[3, 1, 4]]))
+    assert torch.equal(found.logits[0], again.logits[0])
+
+
 def test_rows_that_end_early_and_several_of_one_prompt(pair):
     compiled, eager = pair
     rows = [[3, 1, 4, 1, 5], [9, 2, 6]]
@@ -187,9 +204,9 @@ decode   B=2 S=1 T<=224
     x                       embedding         2 1 48     reads         384 B  compiler
   layers[0..1] x2, each reads 172.6 KiB and writes 36.0 KiB
     q k v b a z             norm_linear       2 1 48     reads      79.7 KiB  gemv
-    q_BSKE q_state          short_conv        2 1 2 24   reads       1.9 KiB  compiler (no cpu kernel)
-    k_BSKE k_state          short_conv        2 1 2 24   reads       1.9 KiB  compiler (no cpu kernel)
-    v_BSHV v_state          short_conv        2 1 4 40   reads       6.2 KiB  compiler (no cpu kernel)
+    q_BSKE q_state          short_conv        2 1 2 24   reads       1.9 KiB  taps
+    k_BSKE k_state          short_conv        2 1 2 24   reads       1.9 KiB  taps
+    v_BSHV v_state          short_conv        2 1 4 40   reads       6.2 KiB  taps
     bias                    view              4          reads          16 B  compiler
     rate                    exp               4          reads          16 B  compiler
     o_BSHV state            gated_delta_rule  2 1 4 40   reads      30.0 KiB  two_passes

@@ -229,9 +229,8 @@ def test_half_precision_keeps_what_is_stored_in_fp32():
     """The router and its correction decide who computes: a program in bfloat16 reads them as they are."""
     given = model(config(dense=False))
     program = programs.build(given, batch=1, max_len=20, chunk=8, dtype=torch.bfloat16, compile=False)
-    live = program._weights.live() if program._weights._converted else None
     program.generate([[1, 2, 3]], max_new_tokens=4)
-    live = live or program._weights.live()
+    live = F.tree.unflatten(F.tree.structure(given.params), F.tree.leaves(program._weights.live()))
     assert live.layers[0].mlp.router is not given.params.layers[0].mlp.router
     assert live.layers[0].mlp.router.dtype == live.layers[0].mlp.correction_bias.dtype == torch.float32
     assert live.layers[0].mlp.router.data_ptr() == given.params.layers[0].mlp.router.data_ptr()
