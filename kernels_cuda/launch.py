@@ -18,7 +18,7 @@ class Launch:
     arguments. grid: blocks. block: threads of each. shared_bytes: dynamic shared memory of a block. args: tensors go as
     pointers to their first element, None as a null pointer, numbers by value.
 
-    programmatic: the kernel may begin before the one in front of it has ended; it waits for it (`griddep_wait`) before
+    cooperative: all blocks run at once, and may wait for each other. programmatic: the kernel may begin before the one in front of it has ended; it waits for it (`griddep_wait`) before
     it touches anything that another kernel writes.
     """
 
@@ -26,7 +26,7 @@ class Launch:
     name: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    args: tuple[Argument, ...]
     shared_bytes: int = 0
+    args: tuple[Argument, ...] = ()
     cooperative: bool = False
     programmatic: bool = False

@@ -13,7 +13,7 @@ from meshfn.functional import tree
 from meshfn.functional.primitive import primitive
 from meshfn.programs import dynamo
 from meshfn.programs.cuda import CUDA_KERNELS
-from meshfn.programs.lower import lower
+from meshfn.programs.lower import choose, join_all, lower, primitive_name
 from meshfn.programs.sizes import Target
 
 # Products and norms alone: other nodes get their kernels elsewhere.
@@ -44,10 +44,16 @@ def rows(model, phase="decode", **given) -> str:
     return "\n".join(f"{r.names:{width}} {r.op:11} {r.kernel}" for r in found)
 
 
-def of_mlp(**given) -> str:
-    """The rows of the feed-forward block alone, in one line."""
-    lines = rows(decoder(mlp=given)).splitlines()[2:-1]
-    return ", ".join(" ".join(line.split()[1:]) for line in lines)
+def of_mlp(batch=1, **given) -> str:
+    """The nodes of a feed-forward block and its residual, in one line."""
+    cfg = F.MLPConfig(hidden_size=64, intermediate_size=96, **{"norm": F.NormConfig(), **given})
+    params = tree.map(lambda leaf: leaf.to(torch.bfloat16), F.MLP.abstract(cfg))
+    x = torch.empty(batch, 1, 64, dtype=torch.bfloat16, device="meta")
+    module = dynamo.capture(lambda params, x: x + F.mlp(params, x, cfg), params, x)
+    target = Target("cuda", torch.bfloat16, "sm_90")
+    join_all(module, target, CUDA_KERNELS)
+    found = [node for node in module.graph.nodes if primitive_name(node)]
+    return ", ".join(f"{primitive_name(node)} {choose(node, target, CUDA_KERNELS)[1]}" for node in found)
 
 
 def test_one_token():
