@@ -293,7 +293,7 @@ _OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1",
 }
-_LIMIT = 300.0  # seconds of one launch
+_LIMIT = 100.0  # seconds of one launch
 
 
 def _prefix(sanitizer: str) -> list[str]:

@@ -30,7 +30,7 @@ SIMT_ATOMIC T modify(const char* call, T* p, At at, F with) {
     made = with(old);
     std::memcpy(&after, static_cast<const void*>(&made), sizeof made);
   } while (!__atomic_compare_exchange_n(bits, &before, after, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-  changed |= before != after;
+  if (before != after) note_change();
   return old;
 }
 

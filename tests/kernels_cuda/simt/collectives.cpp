@@ -30,7 +30,7 @@ int barrier(Vote vote, const char* call, int predicate, At at) {
   if (vote == Vote::count) block.votes += predicate != 0;
   if (vote == Vote::all) block.votes &= predicate != 0;
   if (vote == Vote::any) block.votes |= predicate != 0;
-  char* memory = &block.memory[block.phase & 1];  // in turn: a fast thread is at the next before a slow one left this
+  char* memory = &block.memory[block.phase % sizeof block.memory];
   release(memory);
   current->state = State::barrier;
   block.waiting++;

@@ -123,11 +123,10 @@ inline void forget([[maybe_unused]] char* start, [[maybe_unused]] size_t bytes) 
 #endif
 }
 
-// A thread of a new block has done nothing yet that another could have waited for.
-inline void renew([[maybe_unused]] Fiber& fiber) {
+// One thread of TSan's for a fiber.
+inline void introduce([[maybe_unused]] Fiber& fiber) {
 #if defined(SIMT_THREAD)
-  if (fiber.tsan) __tsan_destroy_fiber(fiber.tsan);
-  fiber.tsan = __tsan_create_fiber(0);
+  if (!fiber.tsan) fiber.tsan = __tsan_create_fiber(0);
 #endif
 }
 

@@ -99,7 +99,21 @@ void simt::access(const char* call, const void* p, size_t bytes, At at) {
   if (address % bytes) fault(call, at, aligned, "%s", past_multiple(address, bytes).c_str() + 2);
 }
 
-#if defined(SIMT_PLAIN) || defined(SIMT_THREAD)
+#if defined(SIMT_ADDRESS)
+// ASan cannot tell volatile accesses: a thread that has read this often without a turn of the others may wait for them.
+#define SIMT_LOAD(bytes)                                                                      \
+  extern "C" void __real___asan_load##bytes(void* p);                                         \
+  extern "C" void __wrap___asan_load##bytes(void* p) {                                        \
+    static unsigned loads = 0;                                                                \
+    if (++loads % 4096 == 0) simt::switch_fiber(simt::current->fiber, simt::scheduler);       \
+    __real___asan_load##bytes(p);                                                             \
+  }
+SIMT_LOAD(1)
+SIMT_LOAD(2)
+SIMT_LOAD(4)
+SIMT_LOAD(8)
+SIMT_LOAD(16)
+#else
 namespace {
 
 void before(const char* call, const void* code, void* p, bool write) {
@@ -114,29 +128,14 @@ void before(const char* call, const void* code, void* p, bool write) {
 
 }  // namespace
 
-#if !defined(SIMT_PLAIN)
-#define SIMT_TOUCH(p, bytes, write)
-#else
+#if defined(SIMT_PLAIN)
 #define SIMT_TOUCH(p, bytes, write) touch(p, bytes, write, __builtin_return_address(0))
-#define SIMT_PLAIN_ACCESS(bytes)                                                              \
-  extern "C" void __tsan_read##bytes(void* p) { SIMT_TOUCH(p, bytes, false); }                \
-  extern "C" void __tsan_write##bytes(void* p) { SIMT_TOUCH(p, bytes, true); }                \
-  extern "C" void __tsan_unaligned_read##bytes(void* p) { SIMT_TOUCH(p, bytes, false); }      \
-  extern "C" void __tsan_unaligned_write##bytes(void* p) { SIMT_TOUCH(p, bytes, true); }
-SIMT_PLAIN_ACCESS(1)
-SIMT_PLAIN_ACCESS(2)
-SIMT_PLAIN_ACCESS(4)
-SIMT_PLAIN_ACCESS(8)
-SIMT_PLAIN_ACCESS(16)
-extern "C" void __tsan_read_range(void* p, size_t bytes) { SIMT_TOUCH(p, bytes, false); }
-extern "C" void __tsan_write_range(void* p, size_t bytes) { SIMT_TOUCH(p, bytes, true); }
-extern "C" void __tsan_vptr_read(void**) {}
-extern "C" void __tsan_vptr_update(void**, void*) {}
-extern "C" void __tsan_init() {}
+#else
+#define SIMT_TOUCH(p, bytes, write)
 #endif
 
 #define SIMT_VOLATILE_ACCESS(name, bytes, write)                                                 \
-  extern "C" void __tsan_##name##bytes(void* p) {                                                \
+  extern "C" void __tsan_##name##bytes([[maybe_unused]] void* p) {                               \
     SIMT_TOUCH(p, bytes, write);                                                                 \
     before(write ? "volatile write" : "volatile read", __builtin_return_address(0), p, write);   \
   }
@@ -150,4 +149,22 @@ SIMT_VOLATILE(2)
 SIMT_VOLATILE(4)
 SIMT_VOLATILE(8)
 SIMT_VOLATILE(16)
+
+#if !defined(SIMT_THREAD)
+#define SIMT_ACCESS(bytes)                                                                                     \
+  extern "C" void __tsan_read##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, false); }                \
+  extern "C" void __tsan_write##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, true); }                \
+  extern "C" void __tsan_unaligned_read##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, false); }      \
+  extern "C" void __tsan_unaligned_write##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, true); }
+SIMT_ACCESS(1)
+SIMT_ACCESS(2)
+SIMT_ACCESS(4)
+SIMT_ACCESS(8)
+SIMT_ACCESS(16)
+extern "C" void __tsan_read_range([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) { SIMT_TOUCH(p, bytes, false); }
+extern "C" void __tsan_write_range([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) { SIMT_TOUCH(p, bytes, true); }
+extern "C" void __tsan_vptr_read(void**) {}
+extern "C" void __tsan_vptr_update(void**, void*) {}
+extern "C" void __tsan_init() {}
+#endif
 #endif

@@ -84,9 +84,9 @@ struct Block {
   char* dynamic = nullptr;         // dynamic shared memory
   std::vector<char> kept;          // static shared memory, while another block runs
   unsigned live = 0, waiting = 0;  // threads that have not exited; that stand at a barrier
-  unsigned phase = 0;              // barriers passed
+  unsigned phase = 0;              // barriers passed, in earlier blocks too
   int votes = 0, voted = 0;        // for this barrier so far; the result of the last
-  char memory[2];
+  char memory[256];  // one byte a barrier, used in turn
 };
 
 // Memory that a kernel may touch: an argument of the launch. Mirrored in harness.py, as is Request.
@@ -119,10 +119,10 @@ extern uint3 thread_index, block_index;
 extern dim3 grid_dim, block_dim;
 extern unsigned lane;
 extern char* dynamic_shared;
-extern bool changed;    // memory, or where a thread stands: what a spin wait may wait for
-extern uint64_t ticks;  // clock64
 
 void turn(const char* call, At at);  // let the others run
+void note_change();                  // of memory: what a spin wait may wait for
+long long tick();                    // clock64
 int barrier(Vote vote, const char* call, int predicate, At at);
 void grid_barrier(At at);
 uint64_t meet(Op op, const char* call, unsigned mask, uint64_t given, int source, At at);

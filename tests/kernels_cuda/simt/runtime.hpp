@@ -20,6 +20,7 @@ struct Launch {
 };
 
 extern Launch launch;
+extern bool changed;  // in this round: memory, or where a thread stands
 
 // Stand still until another thread makes this one ready.
 inline void wait(State state) {
