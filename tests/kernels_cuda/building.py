@@ -93,8 +93,8 @@ class Builder:
 
         def make(folder: Path) -> Path:
             (folder / "kernel.cpp").write_text(code)
-            runtime = self.runtime(sanitizer)
             _run("g++", *compiled, "-c", "kernel.cpp", "-o", "kernel.o", folder=folder)
+            runtime = self.runtime(sanitizer)
             script = ("-Wl,--gc-sections", f"-Wl,-T,{SIMT / 'shared.ld'}")
             _run("g++", "kernel.o", str(runtime), *linked, *script, "-o", "made", folder=folder)
             return folder / "made"

@@ -233,7 +233,7 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   size_t together = request->cooperative ? total : 1, kept = together;
 #if defined(SIMT_THREAD)
   scheduler.tsan = __tsan_get_current_fiber();
-  kept = 2 * together;  // a block is not run by the threads of the one before it: between them TSan would see no race
+  if (together == 1) kept = 2;  // a block is not run by the threads of the one before it: between them TSan would see no race
 #endif
   while (blocks.size() < kept) blocks.push_back(new Block);
   for (size_t i = 0; i < kept; i++) populate(*blocks[i], count);
