@@ -301,9 +301,8 @@ _LIMIT = 100.0  # seconds of one launch
 
 
 def _prefix(sanitizer: str) -> list[str]:
-    return (
-        ["setarch", "-R"] if sanitizer == "thread" else []
-    )  # TSan's own memory stands where a random layout puts ours
+    """TSan keeps its own memory where a random layout of addresses may put ours."""
+    return ["setarch", "-R"] if sanitizer == "thread" else []
 
 
 def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launch: Launch, sanitizer: str) -> None:
@@ -329,7 +328,8 @@ def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launc
         asked.write_bytes(b"".join(parts))
         command = [*_prefix(sanitizer), built, asked, told]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=_environment())
+            environment = os.environ | _OPTIONS
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=environment)
         except subprocess.TimeoutExpired:
             raise KernelFault(f"{launch.name} did not end within {_LIMIT:g} s") from None
         if done.returncode:
@@ -341,7 +341,3 @@ def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launc
     ends = itertools.accumulate((end - start for start, end in buffers), initial=length)
     for (start, end), at in zip(buffers, ends, strict=False):
         ctypes.memmove(start, result[at : at + end - start], end - start)
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | _OPTIONS

@@ -49,26 +49,32 @@ std::string nearest(uintptr_t p, size_t bytes) {
   return text;
 }
 
-inline void touch(const void* address, size_t bytes, bool write, const void* code) {
-  auto p = uintptr_t(address), stack = uintptr_t(simt::current->fiber.stack), dynamic = uintptr_t(simt::dynamic_shared);
-  simt::Region*& last = simt::launch.last[write];  // most accesses are to the same argument as the one before
-  if (last && holds(last->start, last->end, p, bytes)) return;
+// What is wrong with an access, and how it may be mended; empty where it is right.
+std::pair<std::string, const char*> judged(uintptr_t p, size_t bytes, bool write) {
+  auto stack = uintptr_t(simt::current->fiber.stack), dynamic = uintptr_t(simt::dynamic_shared);
   if (holds(uintptr_t(__ehdr_start), uintptr_t(_end), p, bytes) || holds(stack, stack + simt::stack_bytes, p, bytes) ||
       holds(dynamic, dynamic + simt::launch.request.shared_bytes, p, bytes))
-    return;
-  std::string wrong;
-  for (uint64_t i = 0; i < simt::launch.request.region_count && wrong.empty(); i++) {
+    return {};
+  std::string what = (write ? "write of " : "read of ") + std::to_string(bytes) + " bytes";
+  for (uint64_t i = 0; i < simt::launch.request.region_count; i++) {
     simt::Region& region = simt::launch.request.regions[i];
     if (!holds(region.start, region.end, p, bytes)) continue;
-    last = &region;
-    if (!write || !region.constant) return;
-    last = nullptr;
-    wrong = " into argument " + std::to_string(region.argument) + ", which is const";
+    if (write && region.constant)
+      return {what + " into argument " + std::to_string(region.argument) + ", which is const", "a parameter without const"};
+    simt::launch.last[write] = &region;
+    return {};
   }
+  return {what + nearest(p, bytes), "a bound on the index, or a longer tensor"};
+}
+
+inline void touch(const void* address, size_t bytes, bool write, const void* code) {
+  auto p = uintptr_t(address);
+  const simt::Region* last = simt::launch.last[write];  // most accesses are to the same argument as the one before
+  if (last && holds(last->start, last->end, p, bytes)) return;
+  auto [what, fix] = judged(p, bytes, write);
+  if (what.empty()) return;
   simt::current->code = code;
-  simt::stop(simt::place(*simt::current),
-             (write ? "write of " : "read of ") + std::to_string(bytes) + " bytes" + (wrong.empty() ? nearest(p, bytes) : wrong),
-             wrong.empty() ? "a bound on the index, or a longer tensor" : "a parameter without const");
+  simt::stop(simt::place(*simt::current), what, fix);
 }
 
 // What -fsanitize=alignment and null hand over.
@@ -93,10 +99,14 @@ extern "C" void __ubsan_handle_type_mismatch_v1_abort(Mismatch* found, uintptr_t
 }
 #endif
 
-// What atomics and cached loads ask, which are templates of ours and not the kernel's own accesses.
-void simt::access(const char* call, const void* p, size_t bytes, At at) {
+// What atomics and cached accesses ask: the compiler would ask it of templates of ours, not of the kernel's line.
+void simt::access(const char* call, const void* p, size_t bytes, bool write, At at) {
   auto address = uintptr_t(p);
   if (address % bytes) fault(call, at, aligned, "%s", past_multiple(address, bytes).c_str() + 2);
+#if defined(SIMT_PLAIN)
+  auto [what, fix] = judged(address, bytes, write);
+  if (!what.empty()) fault(call, at, fix, "%s", what.c_str());
+#endif
 }
 
 #if defined(SIMT_ADDRESS)

@@ -126,7 +126,7 @@ long long tick();                    // clock64
 int barrier(Vote vote, const char* call, int predicate, At at);
 void grid_barrier(At at);
 uint64_t meet(Op op, const char* call, unsigned mask, uint64_t given, int source, At at);
-void access(const char* call, const void* p, size_t bytes, At at);  // an address that the compiler does not show us
+void access(const char* call, const void* p, size_t bytes, bool write, At at);  // a fault where it is wrong
 [[noreturn]] void fault(const char* call, At at, const char* fix, const char* text, ...) __attribute__((format(printf, 4, 5)));
 
 }  // namespace simt
