@@ -154,18 +154,27 @@ faulty.cu:62: write of 4 bytes, 16 bytes over the end of argument 1
     kernel faulty, block (0, 0, 0), thread (0, 0, 0)
     fix: a bound on the index, or a longer tensor""",
     )
-    assert_expected_inline(fault(19), """\
+    assert_expected_inline(
+        fault(19),
+        """\
 faulty.cu:63: atomicAdd: write of 4 bytes, 8 bytes before the start of argument 1
     kernel faulty, block (0, 0, 0), thread (0, 0, 0)
-    fix: a bound on the index, or a longer tensor""")
-    assert_expected_inline(fault(20), """\
+    fix: a bound on the index, or a longer tensor""",
+    )
+    assert_expected_inline(
+        fault(20),
+        """\
 faulty.cu:64: __ldg: read of 4 bytes, 4 bytes over the end of argument 1
     kernel faulty, block (0, 0, 0), thread (0, 0, 0)
-    fix: a bound on the index, or a longer tensor""")
-    assert_expected_inline(fault(21), """\
+    fix: a bound on the index, or a longer tensor""",
+    )
+    assert_expected_inline(
+        fault(21),
+        """\
 faulty.cu:67: write of 4 bytes, 260 bytes over the end of dynamic shared memory
     kernel faulty, block (0, 0, 0), thread (0, 0, 0)
-    fix: a bound on the index, or a longer tensor""")
+    fix: a bound on the index, or a longer tensor""",
+    )
 
 
 def test_waits_that_never_end():

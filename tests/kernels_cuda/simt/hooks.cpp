@@ -61,7 +61,9 @@ std::pair<std::string, const char*> judged(uintptr_t p, size_t bytes, bool write
     if (!holds(region.start, region.end, p, bytes)) continue;
     if (write && region.constant)
       return {what + " into argument " + std::to_string(region.argument) + ", which is const", "a parameter without const"};
-    simt::launch.last[write] = &region;
+    auto& last = simt::launch.last[write];
+    last[1] = last[0];
+    last[0] = region;
     return {};
   }
   return {what + nearest(p, bytes), "a bound on the index, or a longer tensor"};
@@ -69,8 +71,9 @@ std::pair<std::string, const char*> judged(uintptr_t p, size_t bytes, bool write
 
 inline void touch(const void* address, size_t bytes, bool write, const void* code) {
   auto p = uintptr_t(address);
-  const simt::Region* last = simt::launch.last[write];  // most accesses are to the same argument as the one before
-  if (last && holds(last->start, last->end, p, bytes)) return;
+  if (p - uintptr_t(simt::current->fiber.stack) < simt::stack_bytes - 16) return;
+  for (const simt::Region& last : simt::launch.last[write])  // most accesses are to an argument that was just used
+    if (holds(last.start, last.end, p, bytes)) return;
   auto [what, fix] = judged(p, bytes, write);
   if (what.empty()) return;
   simt::current->code = code;

@@ -15,7 +15,7 @@ struct Launch {
   unsigned phase = 0;
   uint64_t total = 0;  // threads of the launch
   std::string fault;   // why it stopped
-  Region* last[2] = {};  // read from and written to
+  Region last[2][2] = {};  // the two arguments read from last, and the two written to
   char memory[4];      // what TSan orders by: two of the grid's barrier, the start, the end
 };
 
