@@ -66,6 +66,11 @@ __device__ void past_shared(int n) {
   DYNAMIC_SHARED(float, tile);
   tile[n] = 1.0f;
 }
+__device__ void large_frame(float* y, int n) {
+  float values[40000];
+  for (int i = 0; i < 40000; i++) values[i] = y[i % n];
+  y[0] = values[static_cast<int>(y[1])];
+}
 
 __global__ void faulty(int which, float* y, float* nothing, int n) {
   switch (which) {
@@ -91,6 +96,7 @@ __global__ void faulty(int which, float* y, float* nothing, int n) {
     case 19: return atomic_before_the_start(y);
     case 20: return cached_past_the_end(y, n);
     case 21: return past_shared(n);
+    case 22: return large_frame(y, n);
   }
   y[threadIdx.x] += 1.0f;
 }

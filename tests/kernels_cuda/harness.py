@@ -140,13 +140,18 @@ class Host:
                 faults.append(found.decode())
 
         others = [threading.Thread(target=run, args=(machine,)) for machine in machines[1:]]
-        for thread in others:
-            thread.start()
-        run(machines[0])
-        for thread in others:
-            thread.join()
+        with _RUNNING:
+            for thread in others:
+                thread.start()
+            run(machines[0])
+            for thread in others:
+                thread.join()
         if faults:
             raise KernelFault(_with_lines(faults[0], built))
+
+
+# A machine carries out one launch at a time; ranks that are threads of one process may come together.
+_RUNNING = threading.Lock()
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,15 @@ faulty.cu:67: write of 4 bytes, 260 bytes over the end of dynamic shared memory
     kernel faulty, block (0, 0, 0), thread (0, 0, 0)
     fix: a bound on the index, or a longer tensor""",
     )
+    assert_expected_inline(
+        fault(22),
+        """\
+a thread used more than 128 KiB of stack
+    kernel faulty, block (0, 0, 0) of (1, 1, 1)
+    thread 0: exited
+    threads 1-63: can run
+    fix: smaller arrays in the kernel's frame""",
+    )
 
 
 def test_waits_that_never_end():
@@ -258,6 +267,12 @@ shared memory of 232449 bytes, and 0 declared, is over the limit of 232448
     )
 
 
+def test_a_fault_in_any_thread_of_the_system_is_told():
+    args = (c(0), torch.zeros(64), None, c(64))
+    with pytest.raises(KernelFault, match="divergent barrier: 40 of 64 threads wait, 24 have exited"):
+        Host(threads=2, folder=HERE)(launch("faulty", args, grid=9, source="faulty.cu"))
+
+
 def test_after_a_fault_the_next_launch_is_right():
     host, y = Host(folder=HERE), torch.zeros(64)
     for which in (0, 2, 14):
@@ -319,7 +334,7 @@ def test_const_is_const():
     assert_expected_inline(
         str(caught.value),
         """\
-faulty.cu:105: write of 4 bytes into argument 0, which is const
+faulty.cu:111: write of 4 bytes into argument 0, which is const
     kernel writes_const, block (0, 0, 0), thread (0, 0, 0)
     fix: a parameter without const""",
     )
