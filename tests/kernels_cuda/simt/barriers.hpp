@@ -2,7 +2,9 @@
 #pragma once
 #include "machine.hpp"
 
-inline void __syncthreads(simt::At at = simt::At::current()) { simt::barrier(simt::Vote::none, "__syncthreads", 0, at); }
+inline void __syncthreads(simt::At at = simt::At::current()) {
+  simt::barrier(simt::Vote::none, "__syncthreads", 0, at);
+}
 inline int __syncthreads_count(int predicate, simt::At at = simt::At::current()) {
   return simt::barrier(simt::Vote::count, "__syncthreads_count", predicate, at);
 }

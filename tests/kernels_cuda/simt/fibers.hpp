@@ -51,8 +51,8 @@ inline const void* scheduler_stack;  // learnt when the first fiber begins
 inline size_t scheduler_bytes;
 #endif
 
-// Prepare a fiber to begin at `entry`, which never returns. Equal offsets of equal stacks would fight for the same lines
-// of the cache: they are staggered by `rank`.
+// Prepare a fiber to begin at `entry`, which never returns. Equal offsets of equal stacks would fight for equal lines of
+// the cache: they are staggered by `rank`.
 inline void prepare(Fiber& fiber, char* stack, unsigned rank, void (*entry)()) {
   fiber.stack = stack;
   *reinterpret_cast<uint64_t*>(stack) = 0x5afe5afe5afe5afe;  // what an overflow would write over
@@ -86,7 +86,8 @@ inline void switch_fiber(Fiber& from, Fiber& to) {
 #if defined(SIMT_THREAD)
   __tsan_switch_to_fiber(to.tsan, __tsan_switch_to_fiber_no_sync);
 #elif defined(SIMT_ADDRESS)
-  __sanitizer_start_switch_fiber(&from.fake, to.stack ? to.stack : scheduler_stack, to.stack ? stack_bytes : scheduler_bytes);
+  __sanitizer_start_switch_fiber(&from.fake, to.stack ? to.stack : scheduler_stack,
+                                 to.stack ? stack_bytes : scheduler_bytes);
 #endif
 #if defined(__x86_64__)
   simt_switch(&from.registers, to.registers);

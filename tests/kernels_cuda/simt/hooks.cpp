@@ -2,8 +2,8 @@
 //
 // -fsanitize=alignment,null has every access checked in line, vector loads too, and -fsanitize=thread has a function
 // called before each; without the sanitizers' own libraries both are ours. So a kernel that leaves its arguments is
-// stopped before it writes into the memory of the process that tests it, and a thread that reads a volatile flag in a loop
-// lets the others run. Under TSan itself the plain accesses are the library's, and a volatile one orders memory, as it
+// stopped before it writes into the memory of the process that tests it, and a thread that reads a volatile flag in a
+// loop lets the others run. Under TSan itself the plain accesses are the library's, and a volatile one orders memory, as it
 // does on a GPU with fences around it.
 #include <cstring>
 
@@ -38,7 +38,8 @@ std::string nearest(uintptr_t p, size_t bytes) {
     uint64_t distance = behind ? p + bytes - end : start - p;
     if (distance >= least) return;
     least = distance;
-    text = ", " + std::to_string(distance) + (behind ? " bytes over the end of " : " bytes before the start of ") + name;
+    text =
+        ", " + std::to_string(distance) + (behind ? " bytes over the end of " : " bytes before the start of ") + name;
   };
   for (uint64_t i = 0; i < request.region_count; i++) {
     const simt::Region& region = request.regions[i];
@@ -60,7 +61,8 @@ std::pair<std::string, const char*> judged(uintptr_t p, size_t bytes, bool write
     simt::Region& region = simt::launch.request.regions[i];
     if (!holds(region.start, region.end, p, bytes)) continue;
     if (write && region.constant)
-      return {what + " into argument " + std::to_string(region.argument) + ", which is const", "a parameter without const"};
+      return {what + " into argument " + std::to_string(region.argument) + ", which is const",
+              "a parameter without const"};
     auto& last = simt::launch.last[write];
     last[1] = last[0];
     last[0] = region;
@@ -97,7 +99,8 @@ extern "C" void __ubsan_handle_type_mismatch_v1_abort(Mismatch* found, uintptr_t
   const char* slash = std::strrchr(found->file, '/');
   std::string where = std::string(slash ? slash + 1 : found->file) + ":" + std::to_string(found->line);
   std::string what = std::string("access to ") + found->type->name;
-  if (!address) simt::stop(where, what + " at a null pointer", "a tensor for this argument, or a test before the access");
+  if (!address)
+    simt::stop(where, what + " at a null pointer", "a tensor for this argument, or a test before the access");
   simt::stop(where, what + past_multiple(address, size_t{1} << found->log_alignment), aligned);
 }
 #endif
@@ -114,12 +117,12 @@ void simt::access(const char* call, const void* p, size_t bytes, bool write, At 
 
 #if defined(SIMT_ADDRESS)
 // ASan cannot tell volatile accesses: a thread that has read this often without a turn of the others may wait for them.
-#define SIMT_LOAD(bytes)                                                                      \
-  extern "C" void __real___asan_load##bytes(void* p);                                         \
-  extern "C" void __wrap___asan_load##bytes(void* p) {                                        \
-    static unsigned loads = 0;                                                                \
-    if (++loads % 4096 == 0) simt::switch_fiber(simt::current->fiber, simt::scheduler);       \
-    __real___asan_load##bytes(p);                                                             \
+#define SIMT_LOAD(bytes)                                                                \
+  extern "C" void __real___asan_load##bytes(void* p);                                   \
+  extern "C" void __wrap___asan_load##bytes(void* p) {                                  \
+    static unsigned loads = 0;                                                          \
+    if (++loads % 4096 == 0) simt::switch_fiber(simt::current->fiber, simt::scheduler); \
+    __real___asan_load##bytes(p);                                                       \
   }
 SIMT_LOAD(1)
 SIMT_LOAD(2)
@@ -147,15 +150,15 @@ void before(const char* call, const void* code, void* p, bool write) {
 #define SIMT_TOUCH(p, bytes, write)
 #endif
 
-#define SIMT_VOLATILE_ACCESS(name, bytes, write)                                                 \
-  extern "C" void __tsan_##name##bytes([[maybe_unused]] void* p) {                               \
-    SIMT_TOUCH(p, bytes, write);                                                                 \
-    before(write ? "volatile write" : "volatile read", __builtin_return_address(0), p, write);   \
+#define SIMT_VOLATILE_ACCESS(name, bytes, write)                                               \
+  extern "C" void __tsan_##name##bytes([[maybe_unused]] void* p) {                             \
+    SIMT_TOUCH(p, bytes, write);                                                               \
+    before(write ? "volatile write" : "volatile read", __builtin_return_address(0), p, write); \
   }
-#define SIMT_VOLATILE(bytes)                                     \
-  SIMT_VOLATILE_ACCESS(volatile_read, bytes, false)              \
-  SIMT_VOLATILE_ACCESS(volatile_write, bytes, true)              \
-  SIMT_VOLATILE_ACCESS(unaligned_volatile_read, bytes, false)    \
+#define SIMT_VOLATILE(bytes)                                  \
+  SIMT_VOLATILE_ACCESS(volatile_read, bytes, false)           \
+  SIMT_VOLATILE_ACCESS(volatile_write, bytes, true)           \
+  SIMT_VOLATILE_ACCESS(unaligned_volatile_read, bytes, false) \
   SIMT_VOLATILE_ACCESS(unaligned_volatile_write, bytes, true)
 SIMT_VOLATILE(1)
 SIMT_VOLATILE(2)
@@ -164,18 +167,22 @@ SIMT_VOLATILE(8)
 SIMT_VOLATILE(16)
 
 #if !defined(SIMT_THREAD)
-#define SIMT_ACCESS(bytes)                                                                                     \
-  extern "C" void __tsan_read##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, false); }                \
-  extern "C" void __tsan_write##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, true); }                \
-  extern "C" void __tsan_unaligned_read##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, false); }      \
+#define SIMT_ACCESS(bytes)                                                                                \
+  extern "C" void __tsan_read##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, false); }           \
+  extern "C" void __tsan_write##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, true); }           \
+  extern "C" void __tsan_unaligned_read##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, false); } \
   extern "C" void __tsan_unaligned_write##bytes([[maybe_unused]] void* p) { SIMT_TOUCH(p, bytes, true); }
 SIMT_ACCESS(1)
 SIMT_ACCESS(2)
 SIMT_ACCESS(4)
 SIMT_ACCESS(8)
 SIMT_ACCESS(16)
-extern "C" void __tsan_read_range([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) { SIMT_TOUCH(p, bytes, false); }
-extern "C" void __tsan_write_range([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) { SIMT_TOUCH(p, bytes, true); }
+extern "C" void __tsan_read_range([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
+  SIMT_TOUCH(p, bytes, false);
+}
+extern "C" void __tsan_write_range([[maybe_unused]] void* p, [[maybe_unused]] size_t bytes) {
+  SIMT_TOUCH(p, bytes, true);
+}
 extern "C" void __tsan_vptr_read(void**) {}
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_init() {}

@@ -179,25 +179,27 @@ std::string refused(const Request& r) {
   std::string kernel = text("\n    kernel ", simt_entry.name, "\n    fix: ");
   for (int i = 0; i < 3; i++) {
     if (!r.grid[i] || !r.block[i])
-      return text("grid ", three(r.grid), " of blocks ", three(r.block), " is empty", kernel, "launch nothing where there is nothing to do");
+      return text("grid ", three(r.grid), " of blocks ", three(r.block), " is empty", kernel,
+                  "launch nothing where there is nothing to do");
   }
   if (r.grid[0] > 0x7fffffffu || r.grid[1] > 65535 || r.grid[2] > 65535)
-    return text("grid ", three(r.grid), " is over the limit (2147483647, 65535, 65535)", kernel, "put the largest number first");
+    return text("grid ", three(r.grid), " is over the limit (2147483647, 65535, 65535)", kernel,
+                "put the largest number first");
   uint64_t threads = uint64_t(r.block[0]) * r.block[1] * r.block[2];
   if (r.block[0] > 1024 || r.block[1] > 1024 || r.block[2] > 64 || threads > max_threads)
-    return text("block ", three(r.block), " has ", number(threads), " threads, over the limit of 1024 (at most 1024, 1024, 64 a dimension)",
-                kernel, "smaller blocks");
+    return text("block ", three(r.block), " has ", number(threads),
+                " threads, over the limit of 1024 (at most 1024, 1024, 64 a dimension)", kernel, "smaller blocks");
 #if defined(SIMT_ADDRESS)
   uint64_t declared = 0;  // red zones, and variables of other kernels of the text, stand between these addresses
 #else
   uint64_t declared = simt_shared_used - simt_shared_start;
 #endif
   if (declared > max_static_bytes)
-    return text(number(declared), " bytes of __shared__ variables are over the limit of ", number(max_static_bytes), kernel,
-                "dynamic shared memory, which may be larger");
+    return text(number(declared), " bytes of __shared__ variables are over the limit of ", number(max_static_bytes),
+                kernel, "dynamic shared memory, which may be larger");
   if (declared + r.shared_bytes > max_shared_bytes)
-    return text("shared memory of ", number(r.shared_bytes), " bytes, and ", number(declared), " declared, is over the limit of ",
-                number(max_shared_bytes), kernel, "smaller tiles");
+    return text("shared memory of ", number(r.shared_bytes), " bytes, and ", number(declared),
+                " declared, is over the limit of ", number(max_shared_bytes), kernel, "smaller tiles");
   return {};
 }
 
@@ -233,7 +235,8 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   size_t together = request->cooperative ? total : 1, kept = together;
 #if defined(SIMT_THREAD)
   scheduler.tsan = __tsan_get_current_fiber();
-  if (together == 1) kept = 2;  // a block is not run by the threads of the one before it: between them TSan would see no race
+  if (together == 1)
+    kept = 2;  // a block is not run by the threads of the one before it: between them TSan would see no race
 #endif
   while (blocks.size() < kept) blocks.push_back(new Block);
   for (size_t i = 0; i < kept; i++) populate(*blocks[i], count);
