@@ -1,5 +1,5 @@
-// Atomics, and loads and stores that say how they are cached, of what is aligned to its own size. Every atomic gives the
-// other threads a turn first, so that what comes between two of them differs from order to order.
+// Atomics, and loads and stores that say how they are cached, of what is aligned to its own size. Every atomic gives
+// the other threads a turn first, so that what comes between two of them differs from order to order.
 #pragma once
 #include <cstring>
 #include <type_traits>

@@ -51,8 +51,8 @@ inline const void* scheduler_stack;  // learnt when the first fiber begins
 inline size_t scheduler_bytes;
 #endif
 
-// Prepare a fiber to begin at `entry`, which never returns. Equal offsets of equal stacks would fight for equal lines of
-// the cache: they are staggered by `rank`.
+// Prepare a fiber to begin at `entry`, which never returns. Equal offsets of equal stacks would fight for equal lines
+// of the cache: they are staggered by `rank`.
 inline void prepare(Fiber& fiber, char* stack, unsigned rank, void (*entry)()) {
   fiber.stack = stack;
   *reinterpret_cast<uint64_t*>(stack) = 0x5afe5afe5afe5afe;  // what an overflow would write over

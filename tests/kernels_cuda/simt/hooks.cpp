@@ -3,8 +3,8 @@
 // -fsanitize=alignment,null has every access checked in line, vector loads too, and -fsanitize=thread has a function
 // called before each; without the sanitizers' own libraries both are ours. So a kernel that leaves its arguments is
 // stopped before it writes into the memory of the process that tests it, and a thread that reads a volatile flag in a
-// loop lets the others run. Under TSan itself the plain accesses are the library's, and a volatile one orders memory, as it
-// does on a GPU with fences around it.
+// loop lets the others run. Under TSan itself the plain accesses are the library's, and a volatile one orders memory, as
+// it does on a GPU with fences around it.
 #include <cstring>
 
 #include "runtime.hpp"
