@@ -18,8 +18,8 @@ class Launch:
     arguments. grid: blocks. block: threads of each. shared_bytes: dynamic shared memory of a block. args: tensors go as
     pointers to their first element, None as a null pointer, numbers by value.
 
-    cooperative: all blocks run at once, and may wait for each other. programmatic: the kernel may begin before the one in front of it has ended; it waits for it (`griddep_wait`) before
-    it touches anything that another kernel writes.
+    cooperative: all blocks run at once, and may wait for each other. programmatic: the kernel may begin before the one
+    in front of it has ended; it waits for it (`griddep_wait`) before it touches anything that another kernel writes.
     """
 
     source: str

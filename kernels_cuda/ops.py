@@ -121,7 +121,7 @@ def _backward(op: Op) -> Callable[..., Any]:
                 given[i] = x
             return op.reference(*given, **ctx.options)
 
-        _, vjp = torch.func.vjp(plain, *(inputs[i] for i in wanted))
+        vjp: Callable[..., Any] = torch.func.vjp(plain, *(inputs[i] for i in wanted))[1]
         found = vjp(grads[0] if len(grads) == 1 else tuple(grads))
         out: list[Tensor | None] = [None] * len(inputs)
         for i, grad in zip(wanted, found, strict=True):

@@ -35,23 +35,24 @@ def join(graph: fx.Graph, taken: Taken) -> bool:
 
 
 def _is_add(node: fx.Node) -> bool:
-    """A sum of two tensors of one shape and dtype."""
+    """A sum of two tensors of one dtype."""
     if node.op != "call_function" or node.target not in _ADDS or node.kwargs or len(node.args) != 2:
         return False
-    values = [value_of(a) if isinstance(a, fx.Node) else None for a in node.args]
-    return all(isinstance(v, torch.Tensor) for v in values) and values[0].dtype == values[1].dtype
+    terms = node.all_input_nodes  # one, of a sum of a tensor with itself or with a number
+    tensors = [v for term in terms if isinstance(v := value_of(term), torch.Tensor)]
+    return len(tensors) == 2 and tensors[0].dtype == tensors[1].dtype
 
 
 def _linear_add(add: fx.Node, taken: Taken) -> bool:
-    for y, residual in (add.args, add.args[::-1]):
-        assert isinstance(y, fx.Node)
-        assert isinstance(residual, fx.Node)
+    first, second = add.all_input_nodes
+    for y, residual in ((first, second), (second, first)):
         product, bias = _with_bias(y)
         linear = _single_product(product)
         if linear is None or _shape(residual) != _shape(add):
             continue
-        x, _, (weight,), _ = linear.args
-        new = _call_before(add, "linear_add", (x, weight, residual, bias), value_of(add))
+        x, _, weights, _ = linear.args
+        assert isinstance(weights, list)
+        new = _call_before(add, "linear_add", (x, weights[0], residual, bias), value_of(add))
         if not taken(new):
             add.graph.erase_node(new)
             continue
@@ -66,9 +67,7 @@ def _linear_add(add: fx.Node, taken: Taken) -> bool:
 def _with_bias(y: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """y, or the two terms of y where it is a product and a bias that nobody else uses."""
     if _is_add(y) and len(y.users) == 1:
-        product, bias = y.args
-        assert isinstance(product, fx.Node)
-        assert isinstance(bias, fx.Node)
+        product, bias = y.all_input_nodes
         if len(_shape(bias)) == 1:
             return product, bias
     return y, None
