@@ -8,6 +8,7 @@ from .model import Model
 from .program import Phase, Program
 from .report import Plan
 from .save import save
+from .train import TrainStep, train_step
 
 __all__ = [
     "Call",
@@ -18,8 +19,10 @@ __all__ = [
     "Plan",
     "Program",
     "Timings",
+    "TrainStep",
     "build",
     "load",
     "plan",
     "save",
+    "train_step",
 ]
