@@ -78,7 +78,10 @@ class TrainingLayers:
                 x, _, *routing = F.layer(computed(params, dtype), x, cfg, **{"positions": None, **given, **others})
                 return (x, *routing)
 
-            self._graphs[key] = dynamo.compile_with(layer, self._compile) if self._compiled else layer
+            if not self._compiled:
+                return layer
+            self._graphs[key] = dynamo.compile_with(layer, self._compile)
+            return dynamo.without_warning(self._graphs[key])
         return self._graphs[key]
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
