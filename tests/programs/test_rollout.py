@@ -88,7 +88,7 @@ def counted(events: str, profile) -> int:
 @pytest.mark.parametrize("train", STEPS, ids=lambda each: each.__name__)
 def test_the_next_rollout_is_that_of_a_fresh_build(tiny, train):
     """Tokens and log-probabilities, with nothing compiled, copied, moved or waited for between step and rollout."""
-    program, module, model = tiny
+    module, model, program = tiny
     leaves = F.tree.leaves(model.params)
     assert {id(p) for p in module.parameters()} == {id(leaf) for leaf in leaves}
     with restored(tiny):

@@ -190,7 +190,7 @@ def test_groups_and_a_schedule():
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("qwen3_5_moe", {"checkpoint": True, "microbatches": 2}), ("deepseek_v3", {})]
+    ("name", "options"), [("qwen3_5", {"checkpoint": True, "microbatches": 2}), ("deepseek_v3", {})]
 )
 def test_layers_compile_once_a_kind(name, options, monkeypatch):
     """By the compiler up to its last stage, forward and backward: as many graphs as kinds, and the eager numbers."""
