@@ -26,6 +26,7 @@ __all__ = [
     "compile_with",
     "compiler_problem",
     "dynamic_size",
+    "graphs",
     "inductor",
     "largest",
     "longest_sum",
@@ -55,6 +56,13 @@ def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]
         options={"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe},
     )
     return compiled
+
+
+def graphs() -> int:
+    """How many graphs Dynamo has compiled in this process, ours and others'."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def without_warning(fn: Callable[..., Any]) -> Callable[..., Any]:

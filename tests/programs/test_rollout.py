@@ -11,6 +11,7 @@ import pytest
 import torch
 from meshfn import functional as F
 from meshfn import programs
+from meshfn.programs import dynamo
 from torch.utils.checkpoint import checkpoint
 
 from ..families import family
@@ -94,6 +95,7 @@ def test_the_next_rollout_is_that_of_a_fresh_build(tiny, train):
     with restored(tiny):
         before = program.generate(ROWS, max_new_tokens=12, return_logprobs=True)
         addresses = [leaf.data_ptr() for leaf in leaves]
+        compiled = dynamo.graphs()
         train(module, model, program)
         assert addresses == [leaf.data_ptr() for leaf in F.tree.leaves(model.params)]
         # What a call of the program takes before its first product: handles on the leaves, where they are.
@@ -102,6 +104,7 @@ def test_the_next_rollout_is_that_of_a_fresh_build(tiny, train):
         assert [h.data_ptr() for h in handles] == [leaf.data_ptr() for leaf in F.tree.leaves(program.params)]
         assert counted("aten::copy_", profile) == counted("aten::_local_scalar_dense", profile) == 0
         after = program.generate(ROWS, max_new_tokens=12, return_logprobs=True)
+        assert dynamo.graphs() == compiled
         now = dataclasses.replace(model, params=program.params)
         again = programs.build(now, batch=3, max_len=40, chunk=8, compile=False)
         fresh = again.generate(ROWS, max_new_tokens=12, return_logprobs=True)
@@ -129,7 +132,7 @@ def test_tied_weights_are_one():
 
 
 # How far the log-probabilities of one token may lie apart, in units of the dtype's eps times the largest logit.
-BOUND = {torch.float64: 32, torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
+BOUND = {torch.float64: 32, torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -219,6 +219,8 @@ def test_a_compiled_step_compiles_once_and_waits_for_nothing():
     found, wanted = after(model, step, given), after(eager, plain, given)
     close(found[0], wanted[0], 1e-4)
     assert step.compiles == 1
+    graphs = dynamo.graphs()
+    assert graphs > 0
     addresses = [leaf.data_ptr() for leaf in found[0]]
     held = [x.data_ptr() for each in found[1]["state"].values() for x in each.values()]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -226,7 +228,7 @@ def test_a_compiled_step_compiles_once_and_waits_for_nothing():
     assert not [e for e in profile.events() if e.name == "aten::_local_scalar_dense" and not in_optimizer(e)]
     assert addresses == [leaf.data_ptr() for leaf in F.tree.leaves(params)]
     assert held == [x.data_ptr() for each in state["state"].values() for x in each.values()]
-    assert step.compiles == 1
+    assert (step.compiles, dynamo.graphs()) == (1, graphs)
 
 
 def in_optimizer(event):
