@@ -300,8 +300,7 @@ class Program:
         prompts: see `read_prompts`; or input_ids and attention_mask, `B S`. eos_token_id: what ends a row, the
         model's unless given, `()` for none. pad_token_id: fills rows that end early, in `.sequences`.
         stop_strings: text that ends a row. num_return_sequences: rows of each prompt, next to each other.
-        return_logprobs: of the model itself, before any option; those of `score` and of a training forward, within 32
-        eps times the largest logit in fp32 and fp64, 16 eps in half precision. streamer: gets the prompt and each token, batch 1.
+        return_logprobs: of the model itself, before any option. streamer: gets the prompt and each token, batch 1.
         options: do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty
         and seed, as `read_controls` says, with transformers' defaults. They are tensors: none compiles anything.
         Raises `ValueError` and `TypeError`, naming the argument, before any work.
