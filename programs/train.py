@@ -58,7 +58,8 @@ def train_step(
     """A function `(params, opt_state, batch) -> (params, opt_state, metrics)`; see `TrainStep`.
 
     optimizer: makes an optimiser of torch of (path, leaf) pairs: `functools.partial(torch.optim.AdamW, lr=1e-3)`, or a
-    function that makes groups of them by their paths. Its rule is torch's, and its state a value (`optimizers`).
+    function that makes groups of them by their paths. Its rule is torch's, and its state a value (`optimizers`). It
+    sees leaves: of a tensor that a family fuses, each part by itself.
     loss: `(params, cfg, batch, forward)` -> a sum over the tokens it is given, or that and a dict of further sums; the
     step divides each by the tokens of the whole batch that have a target. `forward(fn, params, tokens, cfg, ...)` calls
     `F.decoder`, `F.backbone` or `F.next_token_loss` with the positions and documents of the batch, layers compiled.
@@ -218,7 +219,7 @@ class _Forward:
     def __call__(self, fn: Callable[..., Any], params: F.Decoder, *args: Any, **options: Any) -> Any:
         # Layers are converted in their graphs.
         top = computed(dataclasses.replace(params, layers=()), self._dtype)
-        return fn(dataclasses.replace(top, layers=params.layers), *args, **self._given, **options)
+        return fn(dataclasses.replace(top, layers=params.layers), *args, **{**self._given, **options})
 
 
 def _own(grads: Iterable[Tensor]) -> list[Tensor]:

@@ -44,12 +44,9 @@ def read_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]
         if batch.get(name) is not None:
             _check(name, batch[name], ids, device)
     segments = batch.get("segment_ids")
-    positions = batch.get("positions")
-    if batch.get("attention_mask") is not None:
-        there = batch["attention_mask"] != 0
-        positions = torch.where(there, there.cumsum(-1) - 1, -1)
-    elif positions is None and segments is not None:
-        positions = _within(segments)
+    positions, mask = batch.get("positions"), batch.get("attention_mask")
+    if positions is None and (mask is not None or segments is not None):
+        positions = _positions(torch.ones_like(ids) if mask is None else (mask != 0).long(), segments)
     return {**batch, "positions": positions, "targets": _targets(batch, positions, segments), "segment_ids": segments}
 
 
@@ -67,12 +64,15 @@ def _check(name: str, value: Any, ids: Any, device: torch.device) -> None:
         raise ValueError(f'{told}: on {value.device}, the parameters are on {device}\n    fix: .to("{device}")')
 
 
-def _within(segments: Tensor) -> Tensor:
-    """segment_ids `B S` -> the position of each token in its document; a document is a run of equal numbers."""
-    at = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
-    begins = torch.zeros_like(at)
-    begins[:, 1:] = torch.where(segments[:, 1:] != segments[:, :-1], at[:, 1:], 0)
-    return at - begins.cummax(-1).values
+def _positions(there: Tensor, segments: Tensor | None) -> Tensor:
+    """there `B S`, 1 for a token and 0 for padding -> its position in its document, -1 for padding. A document is a run
+    of equal numbers in segment_ids."""
+    count = there.cumsum(-1)
+    before = torch.zeros_like(count)
+    if segments is not None:
+        begins = segments[:, 1:] != segments[:, :-1]
+        before[:, 1:] = torch.where(begins, count[:, :-1], 0)
+    return torch.where(there != 0, count - before.cummax(-1).values - 1, -1)
 
 
 def _targets(batch: Mapping[str, Any], positions: Tensor | None, segments: Tensor | None) -> Tensor:

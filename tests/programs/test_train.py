@@ -41,11 +41,16 @@ def close(found, wanted, tolerance=1e-9):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [SGD, ADAM, functools.partial(torch.optim.Adafactor, lr=1e-2)], ids=["SGD", "AdamW", "Adafactor"]
+    ("name", "optimizer"),
+    [
+        ("llama", functools.partial(torch.optim.Adafactor, lr=1e-2)),
+        ("phi3", functools.partial(ADAM, eps=1e-3)),
+        ("qwen3_moe", SGD),
+    ],
 )
-def test_steps_are_those_of_torch_on_transformers(optimizer):
-    """Its loss, its optimiser, its clipping, over three steps in double: the same weights, metrics and state."""
-    module = family("llama", tie_word_embeddings=True).double()
+def test_steps_are_those_of_torch_on_transformers(name, optimizer):
+    """Its loss, its optimiser, its clipping, over three steps in double: the same weights, fused ones too, and metrics."""
+    module = family(name, tie_word_embeddings=name == "llama").double()
     theirs, model, given = copy.deepcopy(module), programs.load(module), batch()
     step = programs.train_step(model.config, optimizer, max_grad_norm=0.5, compile=False)
     state, peer = step.init(model.params), optimizer(theirs.parameters())
