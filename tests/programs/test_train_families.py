@@ -69,3 +69,20 @@ def test_every_gradient_of_packed_documents_is_transformers(name):
     gradients(model, state)
     compared(module, {name: p.grad for name, p in module.named_parameters()}, wanted)
     torch.testing.assert_close(metrics["grad_norm"], norm, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_program_reads_what_a_step_wrote(name):
+    """Norms, buffers, gates and fused weights alike: nothing that was made of a weight before the step outlives it."""
+    module = family(name)
+    model = programs.load(module)
+    program = programs.build(model, max_len=20, chunk=8, compile=False)
+    row = torch.randint(1, 97, (13,))
+    before = program.score(row[None])[0]
+    step = programs.train_step(model.config, lambda leaves: torch.optim.SGD(leaves, lr=0.03), compile=False)
+    step(model.params, step.init(model.params), {"input_ids": row[None]})
+    with torch.no_grad():
+        logprobs = module(row[None]).logits[0, :-1].log_softmax(-1)
+    found = program.score(row[None])[0]
+    torch.testing.assert_close(found, logprobs.gather(-1, row[1:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    assert (found - before).abs().max() > 1e-2
