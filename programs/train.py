@@ -112,6 +112,7 @@ class TrainStep:
     ) -> None:
         self.cfg, self._optimizer, self._loss, self._layers = cfg, optimizer, loss, layers
         self._microbatches, self._max_grad_norm, self._donate = microbatches, max_grad_norm, donate
+        self._wanted = F.Decoder.abstract(cfg)
 
     @property
     def compiles(self) -> int:
@@ -154,21 +155,19 @@ class TrainStep:
             torch.enable_grad(),
             torch.autocast(params.embed.device.type, enabled=False),
         ):
-            grads, sums = self._gradients(alias, list(trained.values()), parts)
+            share = 1 / tokens.clamp_min(1).to(torch.promote_types(params.embed.dtype, torch.float32))
+            grads, sums = self._gradients(alias, list(trained.values()), parts, share)
         with torch.no_grad():
-            count = tokens.clamp_min(1)
-            torch._foreach_div_(grads, count.to(grads[0].dtype))
             norm = torch.nn.utils.get_total_norm(grads)
             if self._max_grad_norm is not None:
                 torch._foreach_mul_(grads, (self._max_grad_norm / (norm + 1e-6)).clamp_max(1.0))
             state = optimizers.step(optimizer, trained, grads)
-        metrics = {name: value / count for name, value in sums.items()}
-        return params, state, {**metrics, "grad_norm": norm, "tokens": tokens}
+        return params, state, {**sums, "grad_norm": norm, "tokens": tokens}
 
     def _aliased(self, params: F.Decoder) -> tuple[F.Decoder, dict[str, Tensor]]:
         """The parameters as leaves of autograd on the same memory, whatever they were computed from, and those of them
         that are trained, each once, by path."""
-        tree.check(params, F.Decoder.abstract(self.cfg))
+        tree.check(params, self._wanted)
         if params.embed.is_meta:
             raise ValueError("train_step: the parameters are abstract\n    fix: load without abstract=True")
         new: list[Tensor] = []
@@ -190,9 +189,9 @@ class TrainStep:
         return tree.unflatten(tree.structure(params), new), trained
 
     def _gradients(
-        self, params: F.Decoder, leaves: list[Tensor], parts: list[dict[str, Any]]
+        self, params: F.Decoder, leaves: list[Tensor], parts: list[dict[str, Any]], share: Tensor
     ) -> tuple[list[Tensor], Metrics]:
-        """The gradient of the sum of the losses of all parts, and the sums themselves."""
+        """The gradient of the losses of all parts, and these, each times a token's share in the whole."""
         grads: list[Tensor] = []
         sums: Metrics = {}
         for part in parts:
@@ -200,13 +199,15 @@ class TrainStep:
             found = self._loss(params, self.cfg, part, _Forward(given, self._layers.dtype))
             total, others = found if isinstance(found, tuple) else (found, {})
             _check_loss(total, others)
-            new = torch.autograd.grad(total, leaves, materialize_grads=True)
+            # Divided before and not after: a sum may be beyond half precision where the mean is not.
+            new = torch.autograd.grad(total, leaves, share.to(total.dtype), materialize_grads=True)
             if grads:
                 torch._foreach_add_(grads, new)
             else:
                 grads = _own(new)
-            here = {"loss": total.detach(), **{name: value.detach() for name, value in others.items()}}
-            sums = {name: sums[name] + value if name in sums else value for name, value in here.items()}
+            for name, value in {"loss": total, **others}.items():
+                mean = value.detach() * share
+                sums[name] = sums[name] + mean if name in sums else mean
         return grads, sums
 
 
