@@ -1,4 +1,4 @@
-"""Load a checkpoint, build a program of it, generate."""
+"""Load a checkpoint, build a program of it, generate, and train the weights that it reads."""
 
 from .build import build, plan
 from .generate import Generation, Timings

@@ -2,7 +2,7 @@
 
 One graph of a whole model would take as long to compile as the model is deep, and torch takes no layer with a gradient
 by hand into a region of one. So a layer is a graph of its own, forward and backward, and a Python loop calls it; what
-is computed again in backward is cut at the same places.
+is computed again in backward is cut at the same places. Kernels of programs have no gradient, and no part in it.
 """
 
 from __future__ import annotations
