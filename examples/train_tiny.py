@@ -108,7 +108,7 @@ def batches() -> Any:
 
 
 # %%
-def train(steps: int = 400, every: int = 50, *, compile: bool = True) -> list[float]:
+def train(steps: int = 200, every: int = 20, *, compile: bool = True) -> list[float]:
     """Print what the model says as it learns -> the loss of each step, in nats a byte."""
     cfg = config()
     params = F.tree.map(lambda leaf: leaf.requires_grad_(), F.Decoder.init(cfg, seed=0))
