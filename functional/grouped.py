@@ -39,7 +39,8 @@ def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if _torch_takes(x, weight):
-        return tnf.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
+        # Its rows are padded to 16 bytes, and a graph was told that they are not.
+        return tnf.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32)).contiguous()
     y = x.new_empty(x.shape[0], weight.shape[1])
     for expert, first, end in _groups(counts):
         y[first:end] = x[first:end] @ weight[expert].mT

@@ -1,4 +1,4 @@
-"""Load a checkpoint, build a program of it, generate."""
+"""Load a checkpoint, build a program of it, generate, and train the weights that it reads."""
 
 from .build import build, plan
 from .generate import Generation, Timings
@@ -8,6 +8,7 @@ from .model import Model
 from .program import Phase, Program
 from .report import Plan
 from .save import save
+from .train import TrainStep, train_step
 
 __all__ = [
     "Call",
@@ -18,8 +19,10 @@ __all__ = [
     "Plan",
     "Program",
     "Timings",
+    "TrainStep",
     "build",
     "load",
     "plan",
     "save",
+    "train_step",
 ]

@@ -13,6 +13,7 @@ import inspect
 import sysconfig
 import types
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ __all__ = [
     "compile_with",
     "compiler_problem",
     "dynamic_size",
+    "graphs",
     "inductor",
     "largest",
     "longest_sum",
     "region",
     "region_of",
     "source_of",
+    "without_warning",
 ]
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -53,6 +56,25 @@ def compile_with(fn: Callable[..., Any], backend: Backend) -> Callable[..., Any]
         options={"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe},
     )
     return compiled
+
+
+def graphs() -> int:
+    """How many graphs Dynamo has compiled in this process, ours and others'."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def without_warning(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without the warning that Dynamo provokes where it compiles what takes another function's result: it
+    asks every tensor for its `.grad`, which such a one has none of."""
+
+    def call(*args: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            return fn(*args)
+
+    return call
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         report.outcome = "failed"
 
 
-_TINY = ("donation", "generate", "lower", "messages", "plan", "sampling")
+_TINY = ("donation", "generate", "lower", "messages", "plan", "rollout", "sampling")
 
 
 class _ByProgram(LoadScopeScheduling):

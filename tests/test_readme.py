@@ -41,6 +41,17 @@ def test_training():
     torch.testing.assert_close(found["value"], -before.mean(), rtol=1e-4, atol=1e-4)
 
 
+def test_rollout_and_training(capsys):
+    module = family("llama")
+    model = programs.load(module)
+    program = programs.build(model, batch=2, max_len=20, chunk=8, compile=False)
+    before = module.lm_head.weight.detach().clone()
+    code = snippet("programs.train_step(").replace("max_grad_norm=1.0", "max_grad_norm=1.0, compile=False")
+    exec(code, {"torch": torch, "programs": programs, "model": model, "program": program, "prompts": [[1, 2], [3]]})
+    assert f"```python\n{snippet('programs.train_step(')}```\n```\n{capsys.readouterr().out}```\n" in README
+    assert not torch.equal(module.lm_head.weight, before)
+
+
 def test_checkpoints(tmp_path):
     family("llama", num_hidden_layers=4).save_pretrained(tmp_path)
     code = snippet("like=").replace("HuggingFaceTB/SmolLM2-135M", str(tmp_path))

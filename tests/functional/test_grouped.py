@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from meshfn.functional.grouped import grouped_linear, grouped_outer
+from meshfn.functional.grouped import _linear_op, _outer_op, grouped_linear, grouped_outer
 
 
 @pytest.mark.parametrize(("rows", "width"), [(5, 7), (8, 16)], ids=["plain", "torch's"])
@@ -43,3 +43,13 @@ def test_a_weight_whose_rows_are_one_row():
     one = torch.randn(4, 1, 16).expand(4, 8, 16)
     found = grouped_linear(torch.ones(4, 16), one, torch.tensor([1, 0, 3, 0]))
     torch.testing.assert_close(found, one.sum(-1)[[0, 2, 2, 2]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [7, 8, 14])
+def test_products_lie_as_a_graph_is_told(width):
+    """torch's own pads rows to 16 bytes, and a compiled graph would read the padding."""
+    counts = torch.tensor([0, 3, 0, 6])
+    x, w, y = torch.randn(9, 16), torch.randn(4, width, 16), torch.randn(9, width)
+    for op, args in ((_linear_op, (x, w, counts)), (_outer_op, (y, x, counts))):
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+        assert op(*args).is_contiguous()

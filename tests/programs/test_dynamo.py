@@ -159,3 +159,13 @@ def test_a_dynamic_size_knows_its_largest():
     (product,) = (node for node in graph.graph.nodes if node.op == "call_function" and node.target is operator.mul)
     assert dynamo.largest(dynamo.value_of(product).shape[0]) == 43
     assert dynamo.largest(7) == 7
+
+
+def test_graphs_are_counted_and_another_function_s_result_is_taken_without_a_warning():
+    """Warnings are errors here."""
+    before = dynamo.graphs()
+    fn = dynamo.compile_with(lambda x: x.sin(), lambda graph, inputs: graph.forward)
+    made = torch.ones(3, requires_grad=True) * 2
+    torch.testing.assert_close(dynamo.without_warning(fn)(made), made.sin())
+    fn(made)
+    assert dynamo.graphs() == before + 1
