@@ -137,9 +137,9 @@ def errors(case: Any) -> tuple[float, float]:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    return (
-        sum(map(tensors, value), []) if isinstance(value, (list, tuple)) else [value] * isinstance(value, torch.Tensor)
-    )
+    if isinstance(value, (list, tuple)):
+        return [t for each in value for t in tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def wide(value: Any) -> Any:
