@@ -22,7 +22,7 @@ from .cache import Cache
 from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
 from .gdn import GDN, GDNConfig, gdn
-from .loss import cross_entropy
+from .loss import cross_entropy, local_index
 from .mla import MLA, MLAConfig, mla
 from .mlp import MLP, MLPConfig, mlp
 from .moe import MoE, MoEConfig, Routing, moe
@@ -274,7 +274,7 @@ def backbone(
             raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
 
-    x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens), cfg))
+    x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens), cfg, wire=wire.layer(Z=cfg.vocab_size)))
     tables: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]] = {}
     for each in cfg.layers:
         rope, width = each.attention.rope, each.attention.rope_dim
@@ -313,9 +313,13 @@ def _check_mask(function: str, mask: Tensor | None, *cfgs: LayerConfig) -> None:
         )
 
 
-def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig) -> Tensor:
-    """tokens `B S` -> `B S D`."""
+def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
+    """tokens `B S` -> `B S D`; of rows that other ranks have zeros, which the edge behind it sums."""
+    rows, away = wire.own("Z"), None
+    if rows is not None:
+        tokens, away = local_index(tokens, rows)
     x = torch.nn.functional.embedding(tokens, params.embed)
+    x = x if away is None else x.masked_fill(away[..., None], 0)
     if cfg.embedding_multiplier is None:
         return x
     return x * torch.full((), cfg.embedding_multiplier, dtype=x.dtype, device=x.device)
@@ -339,7 +343,10 @@ def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = ident
     return logits_Z
 
 
-@edges({"layers": layer}, tokens="B S", embedded="B S D", targets="B S", weights="B S", loss="")
+@edges(
+    {"layers": layer}, None, ("shares",),
+    tokens="B S", embedded="B S D", targets="B S", weights="B S", shares="P B S N", loss="",
+)  # fmt: skip
 def next_token_loss(
     params: Decoder,
     tokens: Tensor,
@@ -369,5 +376,6 @@ def next_token_loss(
         logit_scale=cfg.logit_scale,
         softcap=cfg.final_logit_softcapping,
         chunk=chunk,
+        wire=wire.layer(Z=cfg.vocab_size),
     )
     return wire.pass_(loss=total), count, *routings

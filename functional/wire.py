@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .norm import linear
 
-__all__ = ["Heads", "Identity", "Wire", "choices_of", "edges", "edges_of", "identity", "optional_of"]
+__all__ = ["Heads", "Identity", "Own", "Wire", "choices_of", "edges", "edges_of", "identity", "optional_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,6 +33,14 @@ class Heads(NamedTuple):
     local: int | None = None
     kv_index: Tensor | None = None
     groups: int | None = None
+
+
+class Own(NamedTuple):
+    """What a rank's weights have of a letter: from start to before stop, of size in all."""
+
+    start: int
+    stop: int
+    size: int
 
 
 class Wire(Protocol):
@@ -79,6 +87,11 @@ class Wire(Protocol):
         """Which of the parts of an edge that are gathered this rank's own is."""
         ...
 
+    def own(self, letter: str) -> Own | None:
+        """Which of a letter this rank's weights have, of as many as `layer` was told (Z of the vocabulary, X of the
+        experts); None where they have all."""
+        ...
+
     def stays(self, name: str) -> bool:
         """Whether an edge is received as it was sent. One that moves must be sent, as what others meet it with has
         moved too."""
@@ -117,6 +130,9 @@ class Identity:
 
     def place(self, name: str) -> int:
         return 0
+
+    def own(self, letter: str) -> Own | None:
+        return None
 
     def stays(self, name: str) -> bool:
         return True

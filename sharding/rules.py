@@ -14,7 +14,7 @@ from . import shards
 from .constant import constant
 from .errors import SpecError
 from .fixes import fewer, fitting, hybrid
-from .implied import lead, recurrent
+from .implied import lead, recurrent, split_by
 from .layouts import AROUND, OUTBOUND, WHOLE, gathers
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
@@ -29,6 +29,7 @@ __all__ = [
     "letters",
     "of_part",
     "of_rows",
+    "own",
     "place",
     "reached",
     "resolve",
@@ -300,6 +301,16 @@ def reached(text: str, axes: Axes, rank: int, tokens: int, width: int) -> Ranges
 def gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
     """The axes over which an edge's tokens are gathered; none where they are not."""
     return next(iter(gathers(chain)), ())
+
+
+@constant
+def own(edges: Edges, letter: str, axes: Axes, rank: int, size: int) -> tuple[int, int] | None:
+    """Which of a letter a rank's weights have; None where the layout splits it over no ranks."""
+    over = split_by(edges, letter)
+    if math.prod(size_of(axes, axis) for axis in over) == 1:
+        return None
+    ranges = shards.held(Atom(letter, over), {letter: size}, axes, coordinates(axes, rank))
+    return next(iter(ranges), (0, 0))
 
 
 @constant

@@ -269,6 +269,11 @@ class Sharded:
 
     # What `simulate` needs.
 
+    def widths(self, named: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes that no shard of a result shows, and a config has."""
+        cfg = _config(named)
+        return {letter: n for letter, n in getattr(cfg, "sizes", {}).items() if letter == "Z"}
+
     def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """How each argument is split, None for what every rank gets whole."""
         if self.is_layer:
@@ -278,7 +283,7 @@ class Sharded:
         joining.check_parts(named, self.lacking, self.layout.name, self.name)
         joining.check_weights(named, self.declared, self.layout, self.mesh.axes, self.name)
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
-        cfg = next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
+        cfg = _config(named)
         inside = {
             letter for letter in joining.letters_of(self.chains) if letter not in "BS" and self.layout.split(letter)
         }
@@ -360,6 +365,10 @@ class Sharded:
             return tuple(of(each, spec) for each in x) if isinstance(x, tuple) else None
 
         return of(result, text)
+
+
+def _config(named: Mapping[str, Any]) -> Any:
+    return next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
 
 
 def _holds_tensors(x: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..functional.wire import Heads, identity
+from ..functional.wire import Heads, Own, identity
 from . import documents, rules, shards
 from .errors import SpecError
 from .exchange import local
@@ -100,6 +100,11 @@ class LayoutWire:
 
     def place(self, name: str) -> int:
         return place_of(self.axes, rules.split_over(self._chain(name)[0]), self.rank)
+
+    def own(self, letter: str) -> Own | None:
+        size = self.sizes[letter]
+        found = rules.own(self.layout.chains, letter, self.axes, self.rank, size)
+        return None if found is None else Own(*found, size)
 
     def stays(self, name: str) -> bool:
         return name not in self.edges or rules.stays(self._chain(name), self.axes)
