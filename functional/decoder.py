@@ -127,10 +127,10 @@ class Layer(Tree):
 
 @pytree
 class Decoder(Tree):
-    embed: Tensor = dim("Z/tp D")
+    embed: Tensor = dim("Z/tp D/dp")
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Tensor | None = dim("Z/tp D", when="has_head")
+    head: Tensor | None = dim("Z/tp D/dp", when="has_head")
     head_bias: Tensor | None = dim("Z/tp", when="head_bias", initial=0.0)
 
 
@@ -274,7 +274,8 @@ def backbone(
             raise ValueError("decoder(positions=...): needed with a cache, which does not say how full it is")
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
 
-    x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens), cfg, wire=wire.layer(Z=cfg.vocab_size)))
+    rows = wire.gather(params, "embed", D=cfg.hidden_size)
+    x = wire.pass_(embedded=embed(rows, wire.pass_(tokens=tokens), cfg, wire=wire.layer(Z=cfg.vocab_size)))
     tables: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]] = {}
     for each in cfg.layers:
         rope, width = each.attention.rope, each.attention.rope_dim
@@ -332,7 +333,7 @@ def final_norm(params: Decoder, x: Tensor, cfg: DecoderConfig) -> Tensor:
 
 def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
     """x `... D`, as `backbone` returns it -> logits `... Z`: the final norm and the head."""
-    head = params.embed if params.head is None else params.head
+    head = _head(params, cfg, wire)
     norm_weight, options = norm_in_front(params.norm, cfg.norm)
     (logits_Z,) = norm_linear(x, norm_weight, [head], [params.head_bias], **options)
     logits_Z = wire.pass_(logits=logits_Z)
@@ -341,6 +342,13 @@ def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = ident
     if cfg.final_logit_softcapping is not None:
         logits_Z = cfg.final_logit_softcapping * torch.tanh(logits_Z / cfg.final_logit_softcapping)
     return logits_Z
+
+
+def _head(params: Decoder, cfg: DecoderConfig, wire: Wire) -> Tensor:
+    """`Z D`, its own or the embedding."""
+    name = "embed" if params.head is None else "head"
+    head: Tensor = getattr(wire.gather(params, name, D=cfg.hidden_size), name)
+    return head
 
 
 @edges(
@@ -369,7 +377,7 @@ def next_token_loss(
     targets, weights = wire.receive(targets=targets, weights=weights)
     total, count = cross_entropy(
         final_norm(params, x, cfg),
-        params.embed if params.head is None else params.head,
+        _head(params, cfg, wire),
         targets,
         weights,
         bias=params.head_bias,

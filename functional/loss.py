@@ -40,8 +40,8 @@ def cross_entropy(
 
     labels: token ids, already shifted; -100 is left out. weights: 1 unless given; not differentiated. bias: `Z`.
     chunk: how many tokens have logits at a time, in forward and in backward, which computes them again.
-    In fp32 at least. wire: where head has some rows of the vocabulary, as its `own("Z")` says, what the other ranks have
-    of a token comes by the edge `shares`: three numbers a rank, and no logits. Raises `ShapeError`.
+    In fp32 at least. wire: where head has some rows of the vocabulary, as `own("Z")` says, what other ranks have of a
+    token comes by the edge `shares`: three numbers a rank, and no logits. Raises `ShapeError`.
     """
     check_shapes("cross_entropy", x=(x, "... D"), head=(head, "Z D"), bias=(bias, "Z"))
     if x.shape[:-1] != labels.shape or (weights is not None and weights.shape != labels.shape):

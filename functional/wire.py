@@ -19,6 +19,7 @@ from .norm import linear
 __all__ = ["Heads", "Identity", "Own", "Wire", "choices_of", "edges", "edges_of", "identity", "optional_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
 
 
 class Heads(NamedTuple):
@@ -59,6 +60,17 @@ class Wire(Protocol):
     def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         """What a core is told of its heads after `receive`. sent: of those that queries have before they move. of: the
         edge that has query heads."""
+        ...
+
+    def gather(self, params: C, /, *names: str, **sizes: int) -> C:
+        """A node of parameters as it is computed with: those of its own leaves that a layout keeps in parts (`D/dp`)
+        are whole in it. names: of these alone. sizes: of the letters that may lie in parts, in all."""
+        ...
+
+    def deal(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Rows `M D`, sorted by expert, with how many each expert has, `X` -> the rows of all ranks for the experts of
+        this one, how many each rank sent to each of them, `P X`, and what takes results of these rows back to where
+        the rows came from. Only where `own("X")` is some."""
         ...
 
     def send(self, **named: Tensor | None) -> Any:
@@ -112,6 +124,12 @@ class Identity:
 
     def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         return Heads()
+
+    def gather(self, params: C, /, *names: str, **sizes: int) -> C:
+        return params
+
+    def deal(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        return rows, counts[None], lambda x: x
 
     def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(named.values())

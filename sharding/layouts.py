@@ -42,7 +42,7 @@ AROUND = (
 )  # fmt: skip
 
 # Edges of a whole model that a part of one, or logits without a loss, have no need of.
-OF_MODELS = ("shares",)
+OF_MODELS = ("shares", "experts", "parameters")
 
 # Edges that leave a layer: where layouts are composed, the inner one moves them first.
 OUTBOUND = ("o", "out", "h", "embedded", "logits", "shares", "loss")
@@ -308,4 +308,4 @@ def _merged(outer: Spec, inner: Spec) -> Spec:
 
 
 # The edges of the layers here: a layout may have more of them than a function passes.
-EDGES = tuple(edge for edge, _ in ulysses(tp="tp").chains)
+EDGES = (*(edge for edge, _ in ulysses().chains), *OF_MODELS)

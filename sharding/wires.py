@@ -10,8 +10,8 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from . import documents, rules, shards
 from .errors import SpecError
 from .exchange import local
 from .functorch import transform_level
-from .implied import convolved
+from .dealt import deal
+from .implied import convolved, split_by
 from .late import LateProjection
 from .layouts import WHOLE, Layout
 from .mesh import Axes, Mesh, constant_axes, place_of, ranks_of, size_of
@@ -34,6 +35,8 @@ from .transport import Call
 from .whole import check_heads
 
 __all__ = ["LayoutWire"]
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +103,22 @@ class LayoutWire:
 
     def place(self, name: str) -> int:
         return place_of(self.axes, rules.split_over(self._chain(name)[0]), self.rank)
+
+    def gather(self, params: C, /, *names: str, **sizes: int) -> C:
+        found = [
+            (f.name, getattr(params, f.name), rules.kept(self.layout.chains, f.metadata["spec"]))
+            for f in fields(params)  # type: ignore[arg-type]
+            if "spec" in f.metadata and (not names or f.name in names)
+        ]
+        kept = [(name, x, chain) for name, x, chain in found if x is not None and chain]
+        if not kept:
+            return params
+        wire = replace(self, sizes={**self.sizes, **sizes})
+        whole = wire.receive([_Edge(f"parameters.{name}", x, chain) for name, x, chain in kept])
+        return replace(params, **{name: x for (name, _, _), x in zip(kept, whole, strict=True)})  # type: ignore[type-var]
+
+    def deal(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        return deal(rows, counts, split_by(self.layout.chains, "X"), self.axes, self.mesh)
 
     def own(self, letter: str) -> Own | None:
         size = self.sizes[letter]
