@@ -74,8 +74,8 @@ def expert_mlp(
 def dealt_mlp(
     wire: Wire, experts: int, x: Tensor, indices: Tensor, weights: Tensor, *blocks: Any, **options: Any
 ) -> Tensor:
-    """`expert_mlp` where a rank has some of the experts: each row goes to the rank of its expert and comes back, so that
-    a token's results are weighed and summed where it is. blocks, options: as there, `X` of this rank alone."""
+    """`expert_mlp` where a rank has some of the experts: each row goes to the rank of its expert and comes back, so
+    that a token's results are weighed and summed where it is. blocks, options: as there, `X` of this rank alone."""
     chosen = indices.shape[-1]
     expert = indices.reshape(-1).long()
     order = expert.argsort(stable=True)

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from . import shards
 from .errors import SpecError
 from .layouts import Layout
-from .mesh import Axes, Mesh, ranks_of, size_of
+from .mesh import Mesh
 from .moves import Move, Side, adjoint
-from .reshard import call_of, check_transport, exchanged, noted, reshard
+from .reshard import call_of, exchanged, noted
 from .spec import Spec, parse
 
 __all__ = ["deal", "spread"]
@@ -74,36 +72,29 @@ def _rows(text: str, axis: str, edge: str) -> str:
 
 
 def deal(
-    rows: Tensor, counts: Tensor, over: tuple[str, ...], axes: Axes, mesh: Mesh
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """`Wire.deal`. over: the axes that split experts."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError("how many rows an expert gets is known when it gets them, which cannot be compiled")
-    over = tuple(axis for axis in over if size_of(axes, axis) > 1)
-    group = ranks_of(axes, over, mesh.rank)
-    size, me = counts.shape[0], group.index(mesh.rank)
-    first = f"P/{'/'.join(over)} X"
-    by_expert = reshard(counts[None], f"{first} -> P X", mesh, P=len(group))
-    bounds = [shards.balanced(size, len(group), i) for i in range(len(group))]
-    traffic = [[sum(of_rank[a:b]) for a, b in bounds] for of_rank in by_expert.tolist()]
-    move = _exchange(traffic[me], [of_rank[me] for of_rank in traffic], over, me)
-    there, back = partial(_sent, move, mesh), partial(_sent, adjoint(move), mesh)
-    a, b = bounds[me]
-    return there(rows, "rows to experts"), by_expert[:, a:b], lambda y: back(y, "rows from experts")
+    rows: Tensor, by_expert: Sequence[Sequence[int]], group: Sequence[int], axes: tuple[str, ...], mesh: Mesh, site: str
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Rows `M D`, sorted by expert -> those of all ranks for this one's experts, by the rank that sent them, and what
+    takes results back. by_expert: how many each rank of the group has for each. axes: of the group. site: for a trace."""
+    me, parts = group.index(mesh.rank), len(group)
+    bounds = [shards.balanced(len(by_expert[0]), parts, i) for i in range(parts)]
+    traffic = [[sum(of_rank[a:b]) for a, b in bounds] for of_rank in by_expert]
+    sends, receives = _side(traffic[me]), _side([of_rank[me] for of_rank in traffic])
+    move, over = Move("all-to-all", axes, parts, me, source=receives, target=sends), "/".join(axes)
 
+    def sent(x: Tensor, move: Move, name: str, pair: str) -> Tensor:
+        call = call_of((x,), f"{name}: {pair}", (name,))
+        call = call._replace(site=site) if site else call
+        return noted(exchanged((x,), (move,), (adjoint(move),), call, mesh), mesh)[0]
 
-def _sent(move: Move, mesh: Mesh, rows: Tensor, what: str) -> Tensor:
-    check_transport(mesh)
-    call = call_of((rows,), what, (what,))
-    return noted(exchanged((rows,), (move,), (adjoint(move),), call, mesh), mesh)[0]
+    def back(y: Tensor) -> Tensor:
+        return sent(y, adjoint(move), "results", f"X/{over} D -> M/{over} D")
 
-
-def _exchange(sends: Sequence[int], receives: Sequence[int], over: tuple[str, ...], me: int) -> Move:
-    """Rows that lie by the member that they go to, exchanged for rows by the member that they come from."""
-    return Move("all-to-all", over, len(sends), me, source=_side(receives), target=_side(sends))
+    return sent(rows, move, "rows", f"M/{over} D -> X/{over} D"), back
 
 
 def _side(lengths: Sequence[int]) -> Side:
+    """Rows that lie by member, so many for each."""
     parts, at = [], 0
     for n in lengths:
         parts.append(((at, at + n),) if n else ())

@@ -12,14 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..functional import tree
 from ..functional.wire import choices_of, edges_of, optional_of
-from . import cores, joining, rules, shards, whole
+from . import cores, joining, misfits, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
 from .mesh import Mesh, constant_axes
@@ -27,6 +27,9 @@ from .ports import Sized
 from .reshard import planned
 from .spec import Spec, parse
 from .wires import LayoutWire
+
+if TYPE_CHECKING:
+    from .step import Step
 
 __all__ = ["Sharded", "shard"]
 
@@ -103,6 +106,7 @@ class Sharded:
                 mesh=str(self.mesh), fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
             )  # fmt: skip
         found = rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads)
+        misfits.check_used(self.declared, self.layout, self.mesh.axes, self.name)
         for _, chain in found:
             for text in chain:
                 atoms = tuple(a for a in parse(text).atoms if a.name in self.sizes)
@@ -118,6 +122,16 @@ class Sharded:
     def plan(self, **sizes: Any) -> Any:
         """`Layout.plan` with the sizes that are known here."""
         return self.layout.plan(self.mesh, **{**self.given, **sizes})
+
+    def step(self, params: tree.Tree, cfg: Any, *, B: int, cu_seqlens: Any = None) -> Step:
+        """What a step of training a whole model sends and holds, forward, backward, and in `sum_gradients`.
+
+        params: of the whole model, `F.Decoder.abstract(cfg)` does. B: rows of the whole batch. cu_seqlens: boundaries
+        of packed documents. Raises `SpecError` where the layout, the mesh, the sizes and the parameters do not fit.
+        """
+        from .step import step
+
+        return step(self, params, cfg, B=B, cu_seqlens=cu_seqlens)
 
     def __repr__(self) -> str:
         return f"shard({self.name}, {self.layout.name}, {self.mesh!r}, {shards.known(self.given)})"
@@ -174,6 +188,7 @@ class Sharded:
         if not torch.compiler.is_compiling():  # there the wire refuses, as nothing moves while a graph is made
             joining.check_parts(given, self.lacking, self.layout.name, self.name)
             joining.check_weights(given, self.declared, self.layout, self.mesh.axes, self.name)
+            misfits.check_parts_of(given, _config(given), self.layout, self.mesh.axes, self.name)
         self._check(at, given, dict(rules.of_rows(self.layout.chains)))
         device = next(x.device for name, x in given.items() if isinstance(x, Tensor) and name in self.chains)
         known = whole.take(given, self.layout, self.sizes["S"], self._rows(given), device)
@@ -282,6 +297,7 @@ class Sharded:
         edges = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads))
         joining.check_parts(named, self.lacking, self.layout.name, self.name)
         joining.check_weights(named, self.declared, self.layout, self.mesh.axes, self.name)
+        misfits.check_parts_of(named, _config(named), self.layout, self.mesh.axes, self.name)
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
         cfg = _config(named)
         inside = {

@@ -7,8 +7,10 @@ import functools
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import sharding as sh
+from meshfn.sharding import SpecError
 
 from . import gdn_cases
 from . import test_latent_models as models
@@ -47,7 +49,7 @@ CASES = [
 
 
 def named(case):
-    layout, axes, parts = case
+    layout, axes, _ = case
     return f"{layout.name} on {sh.Mesh(**axes)}"
 
 
@@ -55,3 +57,71 @@ def named(case):
 def test_every_loss_and_gradient(case):
     layout, axes, parts = case
     compare(layout, axes, *models.model(*parts), S=12 if "zigzag" in layout.name else 13, equal=equal)
+
+
+SPREAD = sh.spread(sh.ulysses(tp="tp"), experts="ep")
+MISFITS = [  # an axis that no rule uses, experts that no ep deals out, no S; an axis that is taken, or splits no rows
+    lambda: sh.shard(F.next_token_loss, sh.ulysses(), sh.Mesh(u=2, tp=2), S=8),
+    lambda: sh.shard(F.next_token_loss, sh.mla_latent(), sh.Mesh(u=2, ep=2), S=8),
+    lambda: sh.shard(F.next_token_loss, SPREAD, sh.Mesh(tp=2, ep=2)),
+    lambda: sh.spread(SPREAD, experts="tp"),
+    lambda: sh.spread(sh.ulysses(), parameters="dp"),
+]
+
+
+def test_what_cannot_be_a_model():
+    said = []
+    for make in MISFITS:
+        with pytest.raises(SpecError) as error:
+            make()
+        said.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+shard(next_token_loss, ...): ulysses("u") on tp=2: no rule of it uses that axis, and its ranks would all do the same
+    mesh: u=2 tp=2     fix: Mesh without tp, or tp="tp" in the layout, for heads, features and vocabulary
+shard(next_token_loss, ...): mla_latent("u") on ep=2: no experts are dealt out over it, and its ranks would all do the same
+    mesh: u=2 ep=2     fix: Mesh without ep, or spread(layout, experts="ep")
+shard(next_token_loss, ...): no size for S
+    mesh: tp=2 ep=2     fix: S=..., globally
+spread(experts="tp"): ulysses("u", tp="tp") spread(experts="ep") has that axis for something else
+    fix: an axis of its own, such as "ep"
+spread(parameters="dp"): ulysses("u") splits rows as B, and ranks that share rows need no parts of parameters to be gathered
+    fix: dp="dp" in the layout, or another axis""",
+    )
+
+
+def test_parts_that_would_be_empty_are_refused_on_every_rank_alike():
+    said = set()
+    for axes, cut in (({"tp": 4}, {"vocab_size": 3}), ({"ep": 4}, {})):
+        cfg, _ = models.model((HEADS, FEW))
+        cfg = dataclasses.replace(cfg, **cut)
+        params, mesh, ids = F.Decoder.init(cfg, 0), sh.Mesh(**axes), torch.zeros(4, 8, dtype=torch.int64)
+        record = sh.trace(mesh)
+        model = sh.shard(F.next_token_loss, SPREAD, record.mesh, S=8)
+        specs = model.specs(params, cfg)
+
+        def body(at, model=model, specs=specs, params=params, ids=ids, cfg=cfg, record=record):
+            mine, rows = sh.cut(params, specs, at), sh.cut(ids, "B/ep S/u", at)
+            with pytest.raises(SpecError) as error:
+                model(mine, rows, cfg, rows, mesh=at.recording(record))
+            return str(error.value)
+
+        found = set(sh.Threads(mesh).run(body))
+        with pytest.raises(SpecError) as error:
+            sh.simulate(model, mesh)(params, ids, cfg, ids)
+        assert found == {str(error.value)}
+        assert not len(record)
+        said |= found
+    assert_expected_inline(
+        "\n".join(sorted(said)),
+        """\
+next_token_loss(params=...): embed has Z=3 rows of the vocabulary, fewer than tp=4 ranks
+    Z/tp D/dp
+    ^^^^
+    mesh: tp=4     fix: tp=3 at most
+next_token_loss(params=...): layers[0].mlp.gate has X=3 experts, fewer than ep=4 ranks
+    X/ep F/tp D/dp
+    ^^^^
+    mesh: ep=4     fix: ep=3 at most""",
+    )
