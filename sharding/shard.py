@@ -123,15 +123,15 @@ class Sharded:
         """`Layout.plan` with the sizes that are known here."""
         return self.layout.plan(self.mesh, **{**self.given, **sizes})
 
-    def step(self, params: tree.Tree, cfg: Any, *, B: int, cu_seqlens: Any = None) -> Step:
+    def step(self, params: tree.Tree, cfg: Any, *, cu_seqlens: Any = None, **sizes: int) -> Step:
         """What a step of training a whole model sends and holds, forward, backward, and in `sum_gradients`.
 
-        params: of the whole model, `F.Decoder.abstract(cfg)` does. B: rows of the whole batch. cu_seqlens: boundaries
-        of packed documents. Raises `SpecError` where the layout, the mesh, the sizes and the parameters do not fit.
+        params: of the whole model, `F.Decoder.abstract(cfg)` does. cu_seqlens: boundaries of packed documents. sizes: B,
+        the rows of the whole batch. Raises `SpecError` where the layout, the mesh, the sizes and the parameters do not fit.
         """
         from .step import step
 
-        return step(self, params, cfg, B=B, cu_seqlens=cu_seqlens)
+        return step(self, params, cfg, {**self.given, **sizes}, cu_seqlens)
 
     def __repr__(self) -> str:
         return f"shard({self.name}, {self.layout.name}, {self.mesh!r}, {shards.known(self.given)})"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..functional import tree
 from . import documents, rules, shards, whole
-from .batch import sum_gradients
+from .batch import BUCKET, pending_axes, sum_gradients
 from .classes import Dry
 from .errors import SpecError
 from .mesh import Mesh, size_of, text_of
@@ -81,12 +81,14 @@ class Step(Stack):
         return "\n".join([self.title, "     ".join(self.facts), between, *blocks, "", *rows, *notes])
 
 
-def step(model: Sharded, params: tree.Tree, cfg: Any, *, B: int, cu_seqlens: Any = None) -> Step:
+def step(model: Sharded, params: tree.Tree, cfg: Any, given: Mapping[str, int], cu_seqlens: Any) -> Step:
     """`Sharded.step`."""
     layout, mesh = model.layout, Mesh(**dict(model.mesh.axes))
     if not any(edge.startswith("layers.") for edge in model.declared):
         raise SpecError(f"{model.name} is no whole model, of which there is a step", fix="Layout.plan, of a layer")
-    sizes = {"B": shards.whole("B", B), "S": model.sizes["S"]}
+    sizes = {letter: shards.whole(letter, n) for letter, n in given.items() if letter in "BS"}
+    if "B" not in sizes:
+        raise SpecError("a step lacks a size: B", known=known(sizes), mesh=text_of(mesh.axes), fix="B=..., globally")
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
     named = {"params": params, "cfg": cfg}
     specs = model.in_specs(named)["params"]
@@ -141,19 +143,37 @@ class _Made(NamedTuple):
 
 
 def _alike(asked: _Asked, mesh: Mesh) -> list[tuple[int, ...]]:
-    """Ranks by what they do: where their tokens stand, and the shapes of all that they have. Of sums of so many
-    elements that some rank adds up one more than others, each rank is a class."""
+    """Ranks by what they do: where their tokens stand, the shapes of all that they have, and whether they add up one
+    element more than others of a sum."""
     layout, found = asked.model.layout, {}
     tokens = {axis for _, chain in layout.chains for text in chain for a in parse(text).atoms if a.name in "SKH"
               for axis in a.axes}  # fmt: skip
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
-        shapes = tuple(asked.local(path, mesh, rank) for path in asked.leaves)
+        shapes = {path: asked.local(path, mesh, rank) for path in asked.leaves}
         rows = asked.tokens(mesh, rank)
-        split = {axis for axis, n in mesh.axes if any(math.prod(s) % n for s in (*shapes, rows))}
-        place = tuple(n for axis, n in at.items() if axis in tokens | split)
-        found.setdefault((shapes, rows, place), []).append(rank)
+        uneven = _unevenly_summed(asked, mesh, shapes, rows)
+        place = tuple(n for axis, n in at.items() if axis in tokens | uneven)
+        found.setdefault((tuple(shapes.values()), rows, place), []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def _unevenly_summed(
+    asked: _Asked, mesh: Mesh, shapes: Mapping[str, tuple[int, ...]], rows: tuple[int, ...]
+) -> set[str]:
+    """The axes over which some sum is of a number of elements that its ranks cannot share alike."""
+    sums: dict[Any, list[int]] = {}
+    for path, shape in shapes.items():
+        over = pending_axes(asked.specs[path].spec, mesh)
+        sums.setdefault((over, asked.leaves[path].dtype), []).append(math.prod(shape))
+    found = set()
+    for (over, dtype), counts in sums.items():
+        ranks = math.prod(mesh[axis] for axis in over)
+        together = sum(counts) * dtype.itemsize <= BUCKET and not sum(counts) % ranks
+        if not together and any(n % ranks for n in counts):
+            found |= {*over}
+    pending = {axis for _, chain in asked.model.layout.chains for axis in parse(chain[0]).partial} & {*dict(mesh.axes)}
+    return found | {axis for axis in pending if math.prod(rows) * asked.cfg.sizes["D"] % mesh[axis]}
 
 
 def _run(asked: _Asked, mesh: Mesh, ranks: tuple[int, ...]) -> _Made:
@@ -301,7 +321,7 @@ def _notes(asked: _Asked, mesh: Mesh) -> Iterator[str]:
         )
         yield (
             f"whole over {axis}={size_of(mesh.axes, axis)}, though their fields say {letter}/{axis}: "
-            f"{', '.join(paths)}; {sum(paths.values()):,} bytes of all ranks together; fix: {fix}"
+            f"{', '.join(paths)}; {sum(paths.values()):,} bytes; fix: {fix}"
         )
     if rules.own(asked.model.layout.chains, "X", mesh.axes, 0, 1) is not None:
         yield "rows of experts: as if each were chosen as often as any other; what runs follows the router"
