@@ -75,7 +75,8 @@ def deal(
     rows: Tensor, by_expert: Sequence[Sequence[int]], group: Sequence[int], axes: tuple[str, ...], mesh: Mesh, site: str
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Rows `M D`, sorted by expert -> those of all ranks for this one's experts, by the rank that sent them, and what
-    takes results back. by_expert: how many each rank of the group has for each. axes: of the group. site: for a trace."""
+    takes results back. by_expert: how many each rank of the group has for each. axes: of the group. site: see `Call`.
+    """
     me, parts = group.index(mesh.rank), len(group)
     bounds = [shards.balanced(len(by_expert[0]), parts, i) for i in range(parts)]
     traffic = [[sum(of_rank[a:b]) for a, b in bounds] for of_rank in by_expert]

@@ -39,7 +39,7 @@ def check_used(declared: Iterable[str], layout: Layout, axes: Axes, name: str) -
 
 
 def check_parts_of(given: Mapping[str, Any], cfg: Any, layout: Layout, axes: Axes, name: str) -> None:
-    """Raise `SpecError` where some rank would have no row of the vocabulary, or no expert. given: arguments, by name."""
+    """Raise `SpecError` where some rank would have no row of the vocabulary or no expert. given: arguments, by name."""
     over = {letter: layout.split(letter) for letter in HELD}
     if cfg is None or all(size_of(axes, axis) == 1 for some in over.values() for axis in some):
         return

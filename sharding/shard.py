@@ -126,8 +126,8 @@ class Sharded:
     def step(self, params: tree.Tree, cfg: Any, *, cu_seqlens: Any = None, **sizes: int) -> Step:
         """What a step of training a whole model sends and holds, forward, backward, and in `sum_gradients`.
 
-        params: of the whole model, `F.Decoder.abstract(cfg)` does. cu_seqlens: boundaries of packed documents. sizes: B,
-        the rows of the whole batch. Raises `SpecError` where the layout, the mesh, the sizes and the parameters do not fit.
+        params: of the whole model, `F.Decoder.abstract(cfg)` does. cu_seqlens: boundaries of packed documents. sizes:
+        B, rows of the whole batch. Raises `SpecError` where layout, mesh, sizes and parameters do not fit.
         """
         from .step import step
 
