@@ -211,7 +211,8 @@ def plan(
     if sizes["K"] < 1 or sizes["H"] < 1:
         raise SpecError(f"a plan needs heads, and H={sizes['H']} K={sizes['K']}")
     if recurrent:
-        sizes |= {"I": 1, "P": math.prod(n for axis, n in mesh.axes if axis in layout.split("P"))}
+        over = rules.split_over(dict(layout.chains)["summary"][0]) if "summary" in dict(layout.chains) else ()
+        sizes |= {"I": 1, "P": math.prod(n for axis, n in mesh.axes if axis in over)}
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
     rules.complete(layout.name, layout.chains, layout.keys, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
