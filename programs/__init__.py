@@ -8,6 +8,7 @@ from .model import Model
 from .program import Phase, Program
 from .report import Plan
 from .save import save
+from .shards import Shards, load_shards, restore_shards, save_shards
 
 __all__ = [
     "Call",
@@ -17,9 +18,13 @@ __all__ = [
     "Phase",
     "Plan",
     "Program",
+    "Shards",
     "Timings",
     "build",
     "load",
+    "load_shards",
     "plan",
+    "restore_shards",
     "save",
+    "save_shards",
 ]
