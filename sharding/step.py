@@ -86,7 +86,7 @@ def step(model: Sharded, params: tree.Tree, cfg: Any, given: Mapping[str, int], 
     layout, mesh = model.layout, Mesh(**dict(model.mesh.axes))
     if not any(edge.startswith("layers.") for edge in model.declared):
         raise SpecError(f"{model.name} is no whole model, of which there is a step", fix="Layout.plan, of a layer")
-    sizes = {letter: shards.whole(letter, n) for letter, n in given.items() if letter in "BS"}
+    sizes = {letter: shards.whole(letter, given[letter]) for letter in "BS" if letter in given}
     if "B" not in sizes:
         raise SpecError("a step lacks a size: B", known=known(sizes), mesh=text_of(mesh.axes), fix="B=..., globally")
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])

@@ -68,6 +68,32 @@ def test_a_step_on_each_mesh(four):
         assert max(of_rank) < 1e-10, of_rank
 
 
+def compiled():
+    """Graphs of a loss, and the collectives of each; compiled, it gives what it gives otherwise."""
+    (cfg, whole), ids = models.model(DENSE[0]), torch.randint(0, 31, (4, 9))
+    mesh, graphs = gloo.mesh_of(dp=2, tp=2), gloo.Graphs()
+    loss_of = sh.shard(F.next_token_loss, STEPS[0][0], mesh, S=8)
+    mine = F.tree.map(own, sh.cut(whole, loss_of.specs(whole, cfg), mesh))
+    tokens, targets = (sh.cut(x, loss_of.layout["tokens"][0], mesh) for x in (ids[:, :-1], ids[:, 1:]))
+
+    def run(params, tokens, targets):
+        return loss_of(params, tokens, cfg, targets)[0]
+
+    results = []
+    for fn in (run, torch.compile(run, backend=graphs, fullgraph=True)):
+        loss = fn(mine, tokens, targets)
+        results.append([loss, *torch.autograd.grad(loss, F.tree.leaves(mine))])
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+    return graphs.frames, graphs.collectives
+
+
+@pytest.mark.verify
+def test_a_compiled_loss():
+    for frames, collectives in gloo.run(4, [compiled])["compiled"]:
+        # Rows gathered, and looked up; a block each, gathered and summed; the head, gathered, and what its parts say.
+        assert (frames, collectives) == (1, {"forward": [8], "backward": [8]})
+
+
 MESHES = [({"tp": 2, "ep": 2}, BOTH), ({"dp": 4}, BOTH), ({"dp": 2, "tp": 2}, BOTH)]
 
 
