@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import sharding as sh
@@ -57,6 +58,61 @@ def named(case):
 def test_every_loss_and_gradient(case):
     layout, axes, parts = case
     compare(layout, axes, *models.model(*parts), S=12 if "zigzag" in layout.name else 13, equal=equal)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_in_parts(tied):
+    """With a bias, scales and a cap, ids of every rank's rows, and targets that are left out."""
+    cfg, _ = models.model((HEADS, MLP))
+    more = {"head_bias": True, "embedding_multiplier": 3.0, "logit_scale": 0.5, "final_logit_softcapping": 2.0}
+    cfg = dataclasses.replace(cfg, tie_word_embeddings=tied, **more)
+    params = F.tree.map(lambda p: (p + 0.3 * torch.randn_like(p)).double().requires_grad_(), F.Decoder.init(cfg, 0))
+    mesh, leaves = sh.Mesh(tp=2, u=2), F.tree.leaves(params)
+    model = sh.shard(F.next_token_loss, sh.ulysses(**tp), mesh, S=33)
+    ids = torch.stack([torch.arange(33) % 31, torch.randint(0, 31, (33,))])
+    targets, weights = torch.where(torch.rand(2, 33) > 0.2, ids.flip(1), -100), torch.rand(2, 33, dtype=torch.float64)
+    want = F.next_token_loss(params, ids, cfg, targets, weights)
+    record = sh.trace(mesh)
+    found = sh.simulate(model, record.mesh)(params, ids, cfg, targets, weights, chunk=5)
+    equal(found, want)
+    equal(torch.autograd.grad(found[0], leaves), torch.autograd.grad(want[0], leaves))
+    shares = next(e for e in record.of(0) if e.call.edges == ("shares",))
+    assert shares.sent == 2 * 17 * 3 * 8  # three numbers of each of a rank's tokens, to one other
+    for wrong in (31, -1):
+        strange = ids.clone()
+        strange[1, 3] = wrong
+        for given in ((strange, cfg, targets), (ids, cfg, strange)):
+            with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+                sh.simulate(model, mesh)(params, *given)
+
+
+def test_a_block_gathers_its_parameters_again_where_it_is_recomputed():
+    layout, axes, parts = CASES[2]
+    (cfg, params), mesh = models.model(*parts), sh.Mesh(**axes)
+    ids, leaves = torch.randint(0, 31, (4, 13)), F.tree.leaves(params)
+
+    def again(*args, **options):
+        return torch.utils.checkpoint.checkpoint(F.layer, *args, use_reentrant=False, **options)
+
+    counts = []
+    want, _ = F.next_token_loss(params, ids, cfg, ids)
+    for options in ({}, {"layer": again}):
+        record = sh.trace(mesh)
+        model = sh.shard(F.next_token_loss, layout, record.mesh, S=13)
+        specs, where = model.specs(params, cfg), layout["tokens"][0]
+
+        def body(at, model=model, specs=specs, where=where, record=record, options=options):
+            mine = F.tree.map(lambda t: t.detach().requires_grad_(), sh.cut(params, specs, at))
+            rows, at = sh.cut(ids, where, at), at.recording(record)
+            total, _ = model(mine, rows, cfg, rows, mesh=at, **options)
+            grads = torch.autograd.grad(sh.counted_once(total, where, at), F.tree.leaves(mine))
+            return sh.sum_gradients(F.tree.unflatten(F.tree.structure(mine), grads), specs, at)
+
+        right = F.tree.unflatten(F.tree.structure(params), torch.autograd.grad(want, leaves, retain_graph=True))
+        for rank, grads in enumerate(sh.Threads(mesh).run(body)):
+            equal(F.tree.leaves(grads), F.tree.leaves(sh.cut(right, specs, mesh.at(rank, object()))))
+        counts.append(record.count("all-gather"))
+    assert counts == [3 + 4, 3 + 8]  # rows, head and shares; and two blocks of each layer
 
 
 SPREAD = sh.spread(sh.ulysses(tp="tp"), experts="ep")
