@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..functional import TreeError, tree
@@ -42,7 +51,7 @@ class _Lying(NamedTuple):
 def save(params: Any, specs: Any, mesh: Mesh, folder: Path) -> None:
     lying = _lying(params, specs, mesh, first=True)
     with _alone(mesh) as told:
-        dcp.save(dict(tree.paths(params)), checkpoint_id=folder, planner=_Saving(lying), **told)
+        state_dict_saver.save(dict(tree.paths(params)), checkpoint_id=folder, planner=_Saving(lying), **told)
 
 
 def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
@@ -50,7 +59,7 @@ def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
     lying = _lying(new, specs, mesh, first=False)
     if not (folder / ".metadata").is_file():
         raise ValueError(f'"{folder}" has no checkpoint that `save_shards` wrote')
-    there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    there = FileSystemReader(folder).read_metadata().state_dict_metadata
     faults = []
     for path, each in lying.items():
         found = there.get(path)
@@ -64,7 +73,7 @@ def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
     if faults:
         raise TreeError(f'the checkpoint "{folder.name}" does not match\n    ' + "\n    ".join(listed(faults)))
     with _alone(mesh) as told:
-        dcp.load(dict(tree.paths(new)), checkpoint_id=folder, planner=_Loading(lying), **told)
+        state_dict_loader.load(dict(tree.paths(new)), checkpoint_id=folder, planner=_Loading(lying), **told)
     return new
 
 
@@ -110,7 +119,7 @@ def _boxes(x: Tensor, index: tuple[Any, ...]) -> Iterator[tuple[tuple[int, ...],
     yield from parts
 
 
-class _Saving(dcp.SavePlanner):
+class _Saving(SavePlanner):
     def __init__(self, lying: dict[str, _Lying]) -> None:
         self.boxes = {
             MetadataIndex(path, offset): part for path, each in lying.items() for offset, part in each.boxes
@@ -140,7 +149,7 @@ class _Saving(dcp.SavePlanner):
         return self.boxes[write_item.index]
 
 
-class _Loading(dcp.LoadPlanner):
+class _Loading(LoadPlanner):
     def __init__(self, lying: dict[str, _Lying]) -> None:
         self.lying = lying
         self.boxes = {(path, tuple(offset)): part for path, each in lying.items() for offset, part in each.boxes}

@@ -145,7 +145,8 @@ class _Made(NamedTuple):
 def _alike(asked: _Asked, mesh: Mesh) -> list[tuple[int, ...]]:
     """Ranks by what they do: where their tokens stand, the shapes of all that they have, and whether they add up one
     element more than others of a sum."""
-    layout, found = asked.model.layout, {}
+    layout = asked.model.layout
+    found: dict[Any, list[int]] = {}
     tokens = {axis for _, chain in layout.chains for text in chain for a in parse(text).atoms if a.name in "SKH"
               for axis in a.axes}  # fmt: skip
     for rank in range(mesh.size):
@@ -192,9 +193,8 @@ def _run(asked: _Asked, mesh: Mesh, ranks: tuple[int, ...]) -> _Made:
         model.layout, trace.mesh, model.sizes, whole=all_of_it.edges, cu=all_of_it.cu, ordered=all_of_it.ordered,
         device=torch.device("meta"), log=log, batch=asked.sizes["B"],
     )  # fmt: skip
-    given: dict[str, Any] = {"positions": wire.mine(all_of_it.positions)} if asked.cu is not None else {}
-    if asked.cu is not None:
-        given["segment_ids"] = wire.mine(all_of_it.edges["q_segment_ids"])
+    documents_of_it = {"positions": all_of_it.positions, "segment_ids": all_of_it.edges["q_segment_ids"]}
+    given = {name: wire.mine(x) for name, x in documents_of_it.items() if x is not None and asked.cu is not None}
     params = tree.unflatten(asked.structure, leaves.values())
     targets = (tokens,) * any(edge == "targets" for edge in model.declared)
     with Meter(lambda: len(log.parts), [*leaves.values(), tokens], ()) as meter:
