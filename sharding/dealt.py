@@ -34,10 +34,12 @@ def spread(layout: Layout, *, experts: str | None = None, parameters: str | None
     own when it begins, and their gradients come back scattered. What it gathered lives until its gradients are there;
     recomputed (`torch.utils.checkpoint` around the `layer` that `decoder` is given), until it ends.
 
-    Raises `SpecError` for axes that do not do that.
+    Raises `SpecError` for axes that do not do that, `ValueError` for neither.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"spread(layout): a Layout is needed, not {type(layout).__name__}")
+    if experts is None and parameters is None:
+        raise ValueError('spread(layout): nothing is spread\n    fix: experts="ep", parameters="dp", or both')
     chains, said = dict(layout.chains), []
     if experts is not None:
         if experts in layout.axes:

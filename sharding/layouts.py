@@ -138,11 +138,12 @@ class Layout:
         quiet: dict[str, list[str]] = {"stay as they come": [], "whole on every rank": []}
         for name, chain in self.chains:
             specs = [parse(text) for text in chain]
-            if len(specs) == 1 and name not in ("q", "k", "v", "o", "x"):
+            dealt = name == "experts" and specs[0].axes
+            if len(specs) == 1 and not dealt and name not in ("q", "k", "v", "o", "x"):
                 whole = name.rpartition(".")[2] in WHOLE
                 quiet["whole on every rank" if whole else "stay as they come"].append(name)
                 continue
-            note = _note(name, specs)
+            note = f"rows go there and back, all-to-all over {'/'.join(dealt)}" if dealt else _note(name, specs)
             if self.exchange == "needed" and name in self.keys:
                 note = note.replace("all-gather", "only what is needed, all-to-all")
             if convolved(name, dict(self.chains)):

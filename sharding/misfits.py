@@ -39,22 +39,32 @@ def check_used(declared: Iterable[str], layout: Layout, axes: Axes, name: str) -
 
 
 def check_parts_of(given: Mapping[str, Any], cfg: Any, layout: Layout, axes: Axes, name: str) -> None:
-    """Raise `SpecError` where some rank would have no row of the vocabulary or no expert. given: arguments, by name."""
-    over = {letter: layout.split(letter) for letter in HELD}
-    if cfg is None or all(size_of(axes, axis) == 1 for some in over.values() for axis in some):
+    """Raise `SpecError` where some rank would have no row of the vocabulary or no expert, and where no field says that
+    its parameters lie as the layout has them. given: arguments, by name."""
+    over = {letter: [axis for axis in layout.split(letter) if size_of(axes, axis) > 1] for letter in ("D", *HELD)}
+    if cfg is None or not any(over.values()):
         return
     for argument, x in given.items():
-        if not isinstance(x, tree.Tree):
+        if not isinstance(x, tree.Tree) or argument == "cache":
             continue
         sizes, specs = tree.sizes_of(x, cfg), tree.paths(x.specs())
+        said: dict[str, set[str]] = {letter: set() for letter in over}
         for path, text in specs.items():
             for atom in parse(text).atoms:
-                split = [axis for axis in over.get(atom.name, ()) if axis in atom.axes]
-                for axis in split:
+                said.setdefault(atom.name, set()).update(atom.axes)
+                for axis in over[atom.name] if atom.name in HELD else ():
                     have, ranks = sizes[path][atom.name], size_of(axes, axis)
-                    if have < ranks:
+                    if axis in atom.axes and have < ranks:
                         raise SpecError(
                             f"{name}({argument}=...): {path.lstrip('.')} has {atom.name}={have} {HELD[atom.name]}, "
                             f"fewer than {axis}={ranks} ranks",
                             text, atom.span, mesh=text_of(axes), fix=f"{axis}={have} at most",
                         )  # fmt: skip
+        for letter, some in over.items():
+            for axis in some:
+                if said[letter] and axis not in said[letter]:
+                    known = ", ".join(f"{letter}/{each}" for each in sorted(said[letter]))
+                    raise SpecError(
+                        f"{name}({argument}=...): {layout.name} has {letter}/{axis}, and fields say {known}",
+                        mesh=text_of(axes), fix=f"an axis of that name: {', '.join(sorted(said[letter]))}",
+                    )  # fmt: skip

@@ -147,14 +147,31 @@ spread(parameters="dp"): ulysses("u") splits rows as B, and ranks that share row
     )
 
 
+def test_what_is_spread_is_printed():
+    lines = str(sh.spread(sh.ulysses(**dp, **tp), experts="ep", parameters="dp")).splitlines()
+    assert_expected_inline(
+        "\n".join(line for line in lines if line.split()[0] in ("embedded", "shares", "experts", "parameters")),
+        """\
+  embedded    B/dp/ep S/u D +tp -> B/dp/ep S/u D                all-reduce over tp
+  shares      P/tp B/dp/ep S/u N -> P B/dp/ep S/u N             all-gather over tp
+  experts     X/ep                                              rows go there and back, all-to-all over ep
+  parameters  D/dp -> D                                         all-gather over dp""",
+    )
+    with pytest.raises(ValueError, match="nothing is spread"):
+        sh.spread(sh.ulysses())
+
+
 def test_parts_that_would_be_empty_are_refused_on_every_rank_alike():
     said = set()
-    for axes, cut in (({"tp": 4}, {"vocab_size": 3}), ({"ep": 4}, {})):
+    elsewhere = sh.spread(sh.ulysses(tp="model"), experts="ep")
+    for layout, axes, cut in (
+        (SPREAD, {"tp": 4}, {"vocab_size": 3}), (SPREAD, {"ep": 4}, {}), (elsewhere, {"model": 2}, {})
+    ):  # fmt: skip
         cfg, _ = models.model((HEADS, FEW))
         cfg = dataclasses.replace(cfg, **cut)
         params, mesh, ids = F.Decoder.init(cfg, 0), sh.Mesh(**axes), torch.zeros(4, 8, dtype=torch.int64)
         record = sh.trace(mesh)
-        model = sh.shard(F.next_token_loss, SPREAD, record.mesh, S=8)
+        model = sh.shard(F.next_token_loss, layout, record.mesh, S=8)
         specs = model.specs(params, cfg)
 
         def body(at, model=model, specs=specs, params=params, ids=ids, cfg=cfg, record=record):
@@ -179,5 +196,7 @@ next_token_loss(params=...): embed has Z=3 rows of the vocabulary, fewer than tp
 next_token_loss(params=...): layers[0].mlp.gate has X=3 experts, fewer than ep=4 ranks
     X/ep F/tp D/dp
     ^^^^
-    mesh: ep=4     fix: ep=3 at most""",
+    mesh: ep=4     fix: ep=3 at most
+next_token_loss(params=...): ulysses("u", tp="model") spread(experts="ep") has Z/model, and fields say Z/tp
+    mesh: model=2     fix: an axis of that name: tp""",
     )
