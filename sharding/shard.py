@@ -131,7 +131,7 @@ class Sharded:
         """
         from .step import step
 
-        return step(self, params, cfg, {**self.given, **sizes}, cu_seqlens)
+        return step(self, params, cfg, sizes, cu_seqlens)
 
     def __repr__(self) -> str:
         return f"shard({self.name}, {self.layout.name}, {self.mesh!r}, {shards.known(self.given)})"

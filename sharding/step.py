@@ -86,9 +86,12 @@ def step(model: Sharded, params: tree.Tree, cfg: Any, given: Mapping[str, int], 
     layout, mesh = model.layout, Mesh(**dict(model.mesh.axes))
     if not any(edge.startswith("layers.") for edge in model.declared):
         raise SpecError(f"{model.name} is no whole model, of which there is a step", fix="Layout.plan, of a layer")
-    sizes = {letter: shards.whole(letter, given[letter]) for letter in "BS" if letter in given}
-    if "B" not in sizes:
-        raise SpecError("a step lacks a size: B", known=known(sizes), mesh=text_of(mesh.axes), fix="B=..., globally")
+    strange = next((letter for letter in given if letter != "B"), None)
+    if strange:
+        raise SpecError(f"a step has no place for {strange}={given[strange]}", fix="B alone")
+    if "B" not in given:
+        raise SpecError("a step lacks a size: B", mesh=text_of(mesh.axes), fix="B=..., globally")
+    sizes = {"B": shards.whole("B", given["B"]), "S": model.sizes["S"]}
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
     named = {"params": params, "cfg": cfg}
     specs = model.in_specs(named)["params"]
@@ -145,10 +148,13 @@ class _Made(NamedTuple):
 def _alike(asked: _Asked, mesh: Mesh) -> list[tuple[int, ...]]:
     """Ranks by what they do: where their tokens stand, the shapes of all that they have, and whether they add up one
     element more than others of a sum."""
-    layout = asked.model.layout
     found: dict[Any, list[int]] = {}
-    tokens = {axis for _, chain in layout.chains for text in chain for a in parse(text).atoms if a.name in "SKH"
-              for axis in a.axes}  # fmt: skip
+    tokens = set()  # where a rank's tokens stand among others, and its heads where they are uneven
+    for atom in (a for _, chain in asked.model.layout.chains for text in chain for a in parse(text).atoms):
+        ranks = math.prod(mesh[axis] for axis in atom.axes)
+        heads = [each.attention.sizes.get(atom.name, 0) for each in asked.cfg.layers] if atom.name in "KH" else []
+        if atom.name == "S" or any(n % ranks for n in heads):
+            tokens |= {*atom.axes}
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
         shapes = {path: asked.local(path, mesh, rank) for path in asked.leaves}
@@ -181,8 +187,11 @@ def _run(asked: _Asked, mesh: Mesh, ranks: tuple[int, ...]) -> _Made:
     rank = ranks[0]
     trace = Trace(Mesh(**dict(mesh.axes)).at(rank, Dry(mesh.axes, rank)))
     model, log = asked.model, _Log()
+    some = any(x.requires_grad for x in asked.leaves.values())  # else all are trained, as of shapes alone
     leaves = {
-        path: torch.empty(asked.local(path, mesh, rank), dtype=x.dtype, device="meta").requires_grad_(_trains(x))
+        path: torch.empty(asked.local(path, mesh, rank), dtype=x.dtype, device="meta").requires_grad_(
+            x.requires_grad if some else x.dtype.is_floating_point
+        )
         for path, x in asked.leaves.items()
     }
     shape = asked.tokens(mesh, rank)
@@ -213,10 +222,6 @@ def _run(asked: _Asked, mesh: Mesh, ranks: tuple[int, ...]) -> _Made:
         part = log.parts[moment - 1]
         held[part] = max(held.get(part, 0), n)
     return _Made(ranks, (*trace.events[:first], *sums), held)
-
-
-def _trains(x: Tensor) -> bool:
-    return x.dtype.is_floating_point and (x.requires_grad or x.is_meta)
 
 
 class _Log:

@@ -141,6 +141,7 @@ def test_what_is_no_step():
         lambda: sh.shard(F.next_token_loss, sh.mla_latent(), sh.Mesh(u=2), S=8).step(F.Decoder.abstract(cfg), cfg, B=2),
         lambda: sh.shard(F.decoder, sh.ulysses(), sh.Mesh(u=2), S=8).step(F.Decoder.abstract(cfg), cfg, B=-1),
         lambda: sh.shard(F.decoder, sh.ulysses(), sh.Mesh(u=2), S=8).step(F.Decoder.abstract(cfg), cfg),
+        lambda: sh.shard(F.decoder, sh.ulysses(), sh.Mesh(u=2), S=8).step(F.Decoder.abstract(cfg), cfg, B=2, S=4),
     ):
         with pytest.raises(SpecError) as error:
             make()
@@ -155,5 +156,7 @@ next_token_loss(params=...): layers[0].attention is of class Attention, and mla_
 B=-1: a size is a whole number, 0 or more
     fix: B=..., its global size
 a step lacks a size: B
-    mesh: u=2     sizes: S=8     fix: B=..., globally""",
+    mesh: u=2     fix: B=..., globally
+a step has no place for S=4
+    fix: B alone""",
     )
