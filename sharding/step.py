@@ -202,8 +202,8 @@ def _run(asked: _Asked, mesh: Mesh, ranks: tuple[int, ...]) -> _Made:
         model.layout, trace.mesh, model.sizes, whole=all_of_it.edges, cu=all_of_it.cu, ordered=all_of_it.ordered,
         device=torch.device("meta"), log=log, batch=asked.sizes["B"],
     )  # fmt: skip
-    documents_of_it = {"positions": all_of_it.positions, "segment_ids": all_of_it.edges["q_segment_ids"]}
-    given = {name: wire.mine(x) for name, x in documents_of_it.items() if x is not None and asked.cu is not None}
+    known_of_it = {"positions": all_of_it.positions, "segment_ids": all_of_it.edges["q_segment_ids"]}
+    given = {name: wire.mine(x) for name, x in known_of_it.items() if x is not None}
     params = tree.unflatten(asked.structure, leaves.values())
     targets = (tokens,) * any(edge == "targets" for edge in model.declared)
     with Meter(lambda: len(log.parts), [*leaves.values(), tokens], ()) as meter:

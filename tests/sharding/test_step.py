@@ -121,7 +121,7 @@ sums of gradients
 
 a step                     layers  exchanges             sends          receives  peak bytes
 embedding                                  2             1,280             1,280       9,752
-latent attention, experts       2         22            12,864            12,864      85,128
+latent attention, experts       2         22            12,864            12,864      85,000
 head and loss                              2               768               768      90,592
 sums of gradients                          4    6,140 to 6,152    6,140 to 6,152      13,064
 in all                          2         30  21,052 to 21,064  21,052 to 21,064      90,592
