@@ -55,10 +55,10 @@ def spread(layout: Layout, *, experts: str | None = None, parameters: str | None
         if parameters not in over:
             rows = "/".join(("B", *over))
             raise SpecError(
-                f'spread(parameters="{parameters}"): {layout.name} splits rows as {rows}, and ranks that share rows '
-                "need no parts of parameters to be gathered",
-                fix=f'dp="{parameters}" in the layout, or another axis',
-            )  # fmt: skip
+                f'spread(parameters="{parameters}"): {layout.name} has rows as {rows}, so that ranks of {parameters} '
+                "would all do the same",
+                fix=f'dp="{parameters}" in the layout',
+            )
         chains["parameters"] = (f"D/{parameters}", "D")
         said.append(f'parameters="{parameters}"')
     name = f"{layout.name} spread({', '.join(said)})"

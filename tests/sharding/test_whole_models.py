@@ -142,8 +142,8 @@ shard(next_token_loss, ...): no size for S
     mesh: tp=2 ep=2     fix: S=..., globally
 spread(experts="tp"): ulysses("u", tp="tp") spread(experts="ep") has that axis for something else
     fix: an axis of its own, such as "ep"
-spread(parameters="dp"): ulysses("u") splits rows as B, and ranks that share rows need no parts of parameters to be gathered
-    fix: dp="dp" in the layout, or another axis""",
+spread(parameters="dp"): ulysses("u") has rows as B, so that ranks of dp would all do the same
+    fix: dp="dp" in the layout""",
     )
 
 
