@@ -120,11 +120,11 @@ class Attention(Tree):
     config: ClassVar[type] = AttentionConfig
 
     norm: Norm | None = None
-    q: Tensor | None = dim("((K/tp G) E) D", when="plain_q")
-    q_gate: Tensor | None = dim("((K/tp G) A E) D", when="output_gate")
-    k: Tensor = dim("(K/tp E) D")
-    v: Tensor = dim("(K/tp V) D")
-    o: Tensor = dim("D ((K/tp G) V)")
+    q: Tensor | None = dim("((K/tp G) E) D/dp", when="plain_q")
+    q_gate: Tensor | None = dim("((K/tp G) A E) D/dp", when="output_gate")
+    k: Tensor = dim("(K/tp E) D/dp")
+    v: Tensor = dim("(K/tp V) D/dp")
+    o: Tensor = dim("D/dp ((K/tp G) V)")
     q_bias: Tensor | None = dim("((K/tp G) E)", when="qkv_bias", initial=0.0)
     k_bias: Tensor | None = dim("(K/tp E)", when="qkv_bias", initial=0.0)
     v_bias: Tensor | None = dim("(K/tp V)", when="qkv_bias", initial=0.0)
@@ -187,6 +187,7 @@ def attention(
             "    fix: empty_caches(configs, ...) makes one a layer"
         )
     refuse_dropout("attention", "attention_dropout", cfg.attention_dropout, x, params)
+    params = wire.gather(params, D=cfg.hidden_size)
     # H, K and G are the rank's own, as its weights have them.
     widths = {letter: n for letter, n in cfg.sizes.items() if letter not in "HKG"}
     sizes = check_shapes(

@@ -23,7 +23,7 @@ from .cache import Cache
 from .core import dot_product_attention
 from .dropout import check_rate, refuse_dropout
 from .gdn import GDN, GDNConfig, gdn
-from .loss import cross_entropy
+from .loss import cross_entropy, local_index
 from .mla import MLA, MLAConfig, mla
 from .mlp import MLP, MLPConfig, mlp
 from .moe import MoE, MoEConfig, Routing, moe
@@ -131,10 +131,10 @@ class Layer(Tree):
 
 @pytree
 class Decoder(Tree):
-    embed: Tensor = dim("Z/tp D")
+    embed: Tensor = dim("Z/tp D/dp")
     layers: tuple[Layer, ...]
     norm: Norm
-    head: Tensor | None = dim("Z/tp D", when="has_head")
+    head: Tensor | None = dim("Z/tp D/dp", when="has_head")
     head_bias: Tensor | None = dim("Z/tp", when="head_bias", initial=0.0)
 
 
@@ -284,7 +284,8 @@ def backbone(
             )
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
 
-    x = wire.pass_(embedded=embed(params, wire.pass_(tokens=tokens), cfg))
+    rows = wire.gather(params, "embed", D=cfg.hidden_size)
+    x = wire.pass_(embedded=embed(rows, wire.pass_(tokens=tokens), cfg, wire=wire.layer(Z=cfg.vocab_size)))
     tables: dict[tuple[RopeConfig | None, int], tuple[Tensor, Tensor]] = {}
     for each in cfg.layers:
         rope, width = each.attention.rope, each.attention.rope_dim
@@ -323,9 +324,13 @@ def _check_mask(function: str, mask: Tensor | None, *cfgs: LayerConfig) -> None:
         )
 
 
-def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig) -> Tensor:
-    """tokens `B S` -> `B S D`."""
+def embed(params: Decoder, tokens: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
+    """tokens `B S` -> `B S D`; of rows that other ranks have zeros, which the edge behind it sums."""
+    rows, away = wire.own("Z"), None
+    if rows is not None:
+        tokens, away = local_index(tokens, rows)
     x = torch.nn.functional.embedding(tokens, params.embed)
+    x = x if away is None else x.masked_fill(away[..., None], 0)
     if cfg.embedding_multiplier is None:
         return x
     return x * torch.full((), cfg.embedding_multiplier, dtype=x.dtype, device=x.device)
@@ -338,7 +343,7 @@ def final_norm(params: Decoder, x: Tensor, cfg: DecoderConfig) -> Tensor:
 
 def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = identity) -> Tensor:
     """x `... D`, as `backbone` returns it -> logits `... Z`: the final norm and the head."""
-    head = params.embed if params.head is None else params.head
+    head = _head(params, cfg, wire)
     norm_weight, options = norm_in_front(params.norm, cfg.norm)
     (logits_Z,) = norm_linear(x, norm_weight, [head], [params.head_bias], **options)
     logits_Z = wire.pass_(logits=logits_Z)
@@ -349,7 +354,17 @@ def logits(params: Decoder, x: Tensor, cfg: DecoderConfig, *, wire: Wire = ident
     return logits_Z
 
 
-@edges({"layers": layer}, tokens="B S", embedded="B S D", targets="B S", weights="B S", loss="")
+def _head(params: Decoder, cfg: DecoderConfig, wire: Wire) -> Tensor:
+    """`Z D`, its own or the embedding."""
+    name = "embed" if params.head is None else "head"
+    head: Tensor = getattr(wire.gather(params, name, D=cfg.hidden_size), name)
+    return head
+
+
+@edges(
+    {"layers": layer}, None, ("shares",),
+    tokens="B S", embedded="B S D", targets="B S", weights="B S", shares="P B S N", loss="",
+)  # fmt: skip
 def next_token_loss(
     params: Decoder,
     tokens: Tensor,
@@ -372,12 +387,13 @@ def next_token_loss(
     targets, weights = wire.receive(targets=targets, weights=weights)
     total, count = cross_entropy(
         final_norm(params, x, cfg),
-        params.embed if params.head is None else params.head,
+        _head(params, cfg, wire),
         targets,
         weights,
         bias=params.head_bias,
         logit_scale=cfg.logit_scale,
         softcap=cfg.final_logit_softcapping,
         chunk=chunk,
+        wire=wire.layer(Z=cfg.vocab_size),
     )
     return wire.pass_(loss=total), count, *routings

@@ -9,6 +9,7 @@ dimensions.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from .grouped import grouped_linear
 from .mlp import ACTIVATIONS, check_activation
 from .primitive import primitive
 from .shapes import check_shapes
+from .wire import Wire
 
-__all__ = ["expert_mlp", "gated"]
+__all__ = ["dealt_mlp", "expert_mlp", "gated"]
 
 
 @partial(primitive, differentiable=False)
@@ -65,6 +67,24 @@ def expert_mlp(
     u = u if up_bias is None else u + up_bias[expert[order]]
     y = grouped_linear(gated(g, u, activation, swiglu_limit, swiglu_alpha), down, counts)
     y_NJD = wide(y[order.argsort()]).unflatten(0, (-1, chosen))
+    out_ND: Tensor = (y_NJD * weights.reshape(-1, chosen, 1)).sum(1)
+    return out_ND.to(x.dtype).view(x.shape)
+
+
+def dealt_mlp(
+    wire: Wire, experts: int, x: Tensor, indices: Tensor, weights: Tensor, *blocks: Any, **options: Any
+) -> Tensor:
+    """`expert_mlp` where a rank has some of the experts: each row goes to the rank of its expert and comes back, so
+    that a token's results are weighed and summed where it is. blocks, options: as there, `X` of this rank alone."""
+    chosen = indices.shape[-1]
+    expert = indices.reshape(-1).long()
+    order = expert.argsort(stable=True)
+    counts = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add(0, expert, torch.ones_like(expert))
+    rows_MD, counts_PX, back = wire.deal(x.reshape(-1, x.shape[-1])[order // chosen], counts)
+    own = torch.arange(counts_PX.shape[1], device=x.device).expand_as(counts_PX)
+    index_MJ = own.reshape(-1).repeat_interleave(counts_PX.reshape(-1), output_size=rows_MD.shape[0])[:, None]
+    y_MD = expert_mlp(rows_MD, index_MJ, weights.new_ones(index_MJ.shape), *blocks, **options)
+    y_NJD = wide(back(y_MD)[order.argsort()]).unflatten(0, (-1, chosen))
     out_ND: Tensor = (y_NJD * weights.reshape(-1, chosen, 1)).sum(1)
     return out_ND.to(x.dtype).view(x.shape)
 

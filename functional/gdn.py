@@ -104,6 +104,7 @@ def gdn(
     different parts, before any work.
     """
     check_presence("gdn", params, cfg, GDN)
+    params = wire.gather(params, D=cfg.hidden_size)
     check(params, x, cfg, positions, segment_ids, cache)
     wire = wire.layer(H=cfg.num_value_heads, K=cfg.num_key_heads, W=cfg.conv_kernel_dim)
     heads = wire.heads(of="v")

@@ -123,6 +123,7 @@ def mla(
     """
     check_presence("mla", params, cfg, MLA)
     refuse_dropout("mla", "attention_dropout", cfg.attention_dropout, x, params)
+    params = wire.gather(params, D=cfg.hidden_size)
     check_call(params, x, cfg, positions=positions, rope=rope, mask=mask, segment_ids=segment_ids, cache=cache)
     if not (absorbed is None or isinstance(absorbed, bool)):
         raise TypeError(f"mla(absorbed={absorbed!r}): True, False, or None for what is cheaper")

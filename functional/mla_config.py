@@ -123,15 +123,15 @@ class MLA(Tree):
     config: ClassVar[type] = MLAConfig
 
     norm: Norm | None = None
-    q: Tensor | None = dim("(H/tp E) D", when="direct_q")
-    q_a: Tensor | None = dim("Q D", when="q_lora_rank")
+    q: Tensor | None = dim("(H/tp E) D/dp", when="direct_q")
+    q_a: Tensor | None = dim("Q D/dp", when="q_lora_rank")
     q_norm: Tensor | None = dim("Q", when="q_lora_rank", initial=_one)
     q_b: Tensor | None = dim("(H/tp E) Q", when="q_lora_rank")
-    kv_a: Tensor = dim("LR D")
+    kv_a: Tensor = dim("LR D/dp")
     kv_norm: Tensor = dim("L", initial=_one)
     kv_b: Tensor = dim("(H/tp NV) L")
-    gate: Tensor | None = dim("(H/tp V) D", when="output_gate")
-    o: Tensor = dim("D (H/tp V)")
+    gate: Tensor | None = dim("(H/tp V) D/dp", when="output_gate")
+    o: Tensor = dim("D/dp (H/tp V)")
     q_a_bias: Tensor | None = dim("Q", when="q_a_bias", initial=0.0)
     kv_a_bias: Tensor | None = dim("LR", when="attention_bias", initial=0.0)
     o_bias: Tensor | None = dim("D", when="o_bias", initial=0.0)

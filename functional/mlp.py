@@ -67,9 +67,9 @@ class MLP(Tree):
     config: ClassVar[type] = MLPConfig
 
     norm: Norm | None = None
-    gate: Tensor | None = dim("F/tp D", when="gated")
-    up: Tensor = dim("F/tp D")
-    down: Tensor = dim("D F/tp")
+    gate: Tensor | None = dim("F/tp D/dp", when="gated")
+    up: Tensor = dim("F/tp D/dp")
+    down: Tensor = dim("D/dp F/tp")
     gate_bias: Tensor | None = dim("F/tp", when="gate_bias", initial=0.0)
     up_bias: Tensor | None = dim("F/tp", when="bias", initial=0.0)
     down_bias: Tensor | None = dim("D", when="bias", initial=0.0)
@@ -80,6 +80,7 @@ class MLP(Tree):
 def mlp(params: MLP, x: Tensor, cfg: MLPConfig, *, wire: Wire = identity) -> Tensor:
     """x `B S D` -> `B S D`."""
     check_presence("mlp", params, cfg, MLP)
+    params = wire.gather(params, D=cfg.hidden_size)
     check_shapes("mlp", {"D": cfg.hidden_size}, x=(x, "B S D"), up=(params.up, "F D"), down=(params.down, "D F"))
     wire = wire.layer(F=cfg.intermediate_size)
     x = wire.pass_(x=x)

@@ -13,8 +13,9 @@ Letters: B batch, S tokens, D model width, F feed-forward width of an expert, X 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .arguments import lists_unknown
 from .core import as_dtype, full_precision, wide
-from .experts import expert_mlp
+from .experts import dealt_mlp, expert_mlp
 from .mlp import MLP, MLPConfig, check_activation, mlp
 from .norm import Norm, NormConfig, apply_norm, linear
 from .shapes import check_positive, check_scale, check_shapes
@@ -122,11 +123,11 @@ class MoE(Tree):
     router: Tensor = dim("X D", keep_fp32=True)
     router_bias: Tensor | None = dim("X", when="router_bias", initial=0.0)
     correction_bias: Tensor | None = dim("X", when="correction_bias", initial=0.0, keep_fp32=True)
-    gate: Tensor = dim("X F/tp D")
-    up: Tensor = dim("X F/tp D")
-    down: Tensor = dim("X D F/tp")
-    gate_bias: Tensor | None = dim("X F/tp", when="bias", initial=0.0)
-    up_bias: Tensor | None = dim("X F/tp", when="bias", initial=0.0)
+    gate: Tensor = dim("X/ep F/tp D/dp")
+    up: Tensor = dim("X/ep F/tp D/dp")
+    down: Tensor = dim("X/ep D/dp F/tp")
+    gate_bias: Tensor | None = dim("X/ep F/tp", when="bias", initial=0.0)
+    up_bias: Tensor | None = dim("X/ep F/tp", when="bias", initial=0.0)
     down_bias: Tensor | None = dim("X D", when="bias", initial=0.0)
     shared: MLP | None = None
     shared_gate: Tensor | None = dim("I D", when="shared_gate")
@@ -142,7 +143,7 @@ class Routing(NamedTuple):
     scores: Tensor
 
 
-@edges({"shared": mlp}, x="B S D", out="B S D")
+@edges({"shared": mlp}, None, ("experts",), x="B S D", experts="X", out="B S D")
 @lists_unknown
 def moe(
     params: MoE,
@@ -154,38 +155,34 @@ def moe(
 ) -> Any:
     """x `B S D` -> `B S D`; with return_routing also its `Routing`, for `balance_loss` and `expert_counts`."""
     check_presence("moe", params, cfg, MoE)
-    # F is the rank's own, as its weights have it.
+    params = wire.gather(params, D=cfg.hidden_size)
+    wire = wire.layer(X=cfg.num_experts)
+    own = wire.own("X")
+    # F is the rank's own, as its weights have it, and so may experts be.
+    X = "X" if own is None else "XP"
     widths = {letter: n for letter, n in cfg.sizes.items() if letter != "F"}
+    widths |= {} if own is None else {"XP": own.stop - own.start}
     check_shapes(
         "moe",
         widths,
         x=(x, "B S D"),
         router=(params.router, "X D"),
-        gate=(params.gate, "X F D"),
-        up=(params.up, "X F D"),
-        down=(params.down, "X D F"),
+        gate=(params.gate, f"{X} F D"),
+        up=(params.up, f"{X} F D"),
+        down=(params.down, f"{X} D F"),
         router_bias=(params.router_bias, "X"),
         correction_bias=(params.correction_bias, "X"),
-        gate_bias=(params.gate_bias, "X F"),
-        up_bias=(params.up_bias, "X F"),
+        gate_bias=(params.gate_bias, f"{X} F"),
+        up_bias=(params.up_bias, f"{X} F"),
         down_bias=(params.down_bias, "X D"),
         shared_gate=(params.shared_gate, "I D"),
     )
     h_BSD = apply_norm(wire.pass_(x=x), params.norm, cfg.norm)
     routing = route(params, h_BSD, cfg)
-    out_BSD = expert_mlp(
-        h_BSD,
-        routing.indices,
-        routing.weights,
-        params.gate,
-        params.up,
-        params.down,
-        params.gate_bias,
-        params.up_bias,
-        activation=cfg.hidden_act,
-        swiglu_limit=cfg.swiglu_limit,
-        swiglu_alpha=cfg.swiglu_alpha,
-    )
+    blocks = (params.gate, params.up, params.down, params.gate_bias, params.up_bias)
+    options = {"activation": cfg.hidden_act, "swiglu_limit": cfg.swiglu_limit, "swiglu_alpha": cfg.swiglu_alpha}
+    compute: Callable[..., Tensor] = expert_mlp if own is None else partial(dealt_mlp, wire, cfg.num_experts)
+    out_BSD = compute(h_BSD, routing.indices, routing.weights, *blocks, **options)
     out_BSD = wire.pass_(out=out_BSD)
     # Biases and norms come after the edge, which may be a sum over ranks.
     if params.down_bias is not None:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from .norm import linear
 
-__all__ = ["Heads", "Identity", "Wire", "choices_of", "edges", "edges_of", "identity", "optional_of"]
+__all__ = ["Heads", "Identity", "Own", "Wire", "choices_of", "edges", "edges_of", "identity", "optional_of"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
 
 
 class Heads(NamedTuple):
@@ -33,6 +34,14 @@ class Heads(NamedTuple):
     local: int | None = None
     kv_index: Tensor | None = None
     groups: int | None = None
+
+
+class Own(NamedTuple):
+    """What a rank's weights have of a letter: from start to before stop, of size in all."""
+
+    start: int
+    stop: int
+    size: int
 
 
 class Wire(Protocol):
@@ -51,6 +60,17 @@ class Wire(Protocol):
     def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         """What a core is told of its heads after `receive`. sent: of those that queries have before they move. of: the
         edge that has query heads."""
+        ...
+
+    def gather(self, params: C, /, *names: str, **sizes: int) -> C:
+        """A node of parameters as it is computed with: those of its own leaves that a layout keeps in parts (`D/dp`)
+        are whole in it. names: of these alone. sizes: of the letters that may lie in parts, in all."""
+        ...
+
+    def deal(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Rows `M D`, sorted by expert, with how many each expert has, `X` -> the rows of all ranks for the experts of
+        this one, how many each rank sent to each of them, `P X`, and what takes results of these rows back to where
+        the rows came from. Only where `own("X")` is some."""
         ...
 
     def send(self, **named: Tensor | None) -> Any:
@@ -79,6 +99,11 @@ class Wire(Protocol):
         """Which of the parts of an edge that are gathered this rank's own is."""
         ...
 
+    def own(self, letter: str) -> Own | None:
+        """Which of a letter this rank's weights have, of as many as `layer` was told (Z of the vocabulary, X of the
+        experts); None where they have all."""
+        ...
+
     def stays(self, name: str) -> bool:
         """Whether an edge is received as it was sent. One that moves must be sent, as what others meet it with has
         moved too."""
@@ -100,6 +125,12 @@ class Identity:
     def heads(self, *, sent: bool = False, of: str = "q") -> Heads:
         return Heads()
 
+    def gather(self, params: C, /, *names: str, **sizes: int) -> C:
+        return params
+
+    def deal(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        return rows, counts[None], lambda x: x
+
     def send(self, **named: Tensor | None) -> tuple[Tensor | None, ...]:
         return tuple(named.values())
 
@@ -117,6 +148,9 @@ class Identity:
 
     def place(self, name: str) -> int:
         return 0
+
+    def own(self, letter: str) -> Own | None:
+        return None
 
     def stays(self, name: str) -> bool:
         return True

@@ -8,6 +8,7 @@ from .model import Model
 from .program import Phase, Program
 from .report import Plan
 from .save import save
+from .shards import Shards, load_shards, restore_shards, save_shards
 from .train import TrainStep, train_step
 
 __all__ = [
@@ -18,11 +19,15 @@ __all__ = [
     "Phase",
     "Plan",
     "Program",
+    "Shards",
     "Timings",
     "TrainStep",
     "build",
     "load",
+    "load_shards",
     "plan",
+    "restore_shards",
     "save",
+    "save_shards",
     "train_step",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,8 +104,12 @@ class Checkpoint:
             self.dtypes = {name: entry.dtype for name, entry in found.items()}
             self._files = {name: entry.file for name, entry in found.items()}
 
-    def tensor(self, name: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """One tensor in memory of its own, in the file's dtype unless given."""
+    def tensor(
+        self, name: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
+        part: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One tensor in memory of its own, in the file's dtype unless given. part: a view of it, to copy no more than
+        that; as the file is mapped, no more is read."""
         if name not in self._files:
             raise ValueError(f'checkpoint "{self.folder}" has no tensor "{name}"')
         path = self._files[name]
@@ -116,8 +120,9 @@ class Checkpoint:
         # What safetensors returns lies in the mapped file: it counts as resident for as long as the file is open, and
         # reading it after somebody truncated the file kills the process. So it is copied, and the file closed again.
         with safe_open(path, framework="pt") as file:
-            mapped: Tensor = file.get_tensor(name)
-            copy = mapped.to(device=device, dtype=dtype or mapped.dtype, copy=True)
+            mapped: Tensor = file.get_tensor(name) if part is None else part(file.get_tensor(name))
+            lies = torch.contiguous_format
+            copy = mapped.to(device=device, dtype=dtype or mapped.dtype, copy=True, memory_format=lies)
             del mapped
         return copy
 

@@ -11,6 +11,7 @@ ulysses, all_gather, hybrid, Layout   where the edges of a layer lie and move; l
 mla_latent, mla_packed, mla_gather    the same for latent attention
 gdn_ulysses, gdn_scan                 the same for gated delta nets, by heads and by tokens
 beside                                one layout for a model of two kinds of layer; layout.stack(...) plans all of them
+spread                                experts and parameters of a whole model over ranks
 shard                                 a core, a layer or a model, by a layout, as a function of one rank's shards
 diff, measure, best                   two plans compared; what a mesh costs; layouts ranked on it
 shard_batch, cut, positions_of        a rank's part of a batch, of parameters, of positions
@@ -19,6 +20,7 @@ sum_gradients, counted_once, pending_axes   what a trainer adds up, and over whi
 
 from .batch import Batch, counted_once, cut, pending_axes, shard_batch, sum_gradients
 from .costs import Costs, best, measure
+from .dealt import spread
 from .documents import positions_of
 from .errors import SpecError
 from .explain import Explanation, explain
@@ -82,6 +84,7 @@ __all__ = [
     "shard_batch",
     "show",
     "simulate",
+    "spread",
     "sum_gradients",
     "trace",
     "ulysses",

@@ -170,7 +170,9 @@ def sum_gradients(grads: T, specs: Any, mesh: Mesh) -> T:
                 plans = [planned(x, pair, mesh, {}) for x in xs]
                 moves = tuple(plan.move for plan in plans)
                 backs = tuple(plan.adjoint for plan in plans)
-                for i, y in zip(bucket, exchanged(xs, moves, backs, call_of(xs, pair), mesh), strict=True):
+                for i, y in zip(
+                    bucket, exchanged(xs, moves, backs, call_of(xs, pair, ("gradients",)), mesh), strict=True
+                ):
                     values[i] = y
     return tree.unflatten(tree.structure(grads), values)  # type: ignore[no-any-return]
 

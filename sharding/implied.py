@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from .errors import SpecError, nearest
 from .spec import Atom, parse, parse_pair
 from .steps import steps
 
-__all__ = ["chain_of", "check_scan", "convolved", "keys_of", "lead", "recurrent", "with_queries"]
+__all__ = ["chain_of", "check_scan", "convolved", "keys_of", "lead", "recurrent", "split_by", "with_queries"]
 
 
 def recurrent(edges: Container[str]) -> bool:
@@ -21,6 +21,12 @@ def recurrent(edges: Container[str]) -> bool:
 def convolved(edge: str, edges: Container[str]) -> bool:
     """Whether there are weights of a convolution of it, which reaches some tokens in front of a shard and no others."""
     return f"{edge}_conv" in edges
+
+
+def split_by(edges: Iterable[tuple[str, tuple[str, ...]]], letter: str) -> tuple[str, ...]:
+    """The axes that split a letter where arguments come in: so do parameters lie."""
+    atoms = [atom for _, chain in edges for atom in parse(chain[0]).atoms if atom.name == letter]
+    return max((atom.axes for atom in atoms), key=len, default=())
 
 
 def lead(edges: Container[str]) -> str:

@@ -14,7 +14,7 @@ from ..functional.tree import Tree
 from . import rules
 from .errors import SpecError, nearest
 from .implied import recurrent
-from .layouts import EDGES, Layout
+from .layouts import EDGES, OF_MODELS, Layout
 from .mesh import Axes
 from .spec import parse
 from .steps import COLLECTIVES, steps
@@ -78,7 +78,7 @@ def check_edges(
             )  # fmt: skip
     used = {rule_of(chains, edge) for edge in found.edges}
     idle = [edge for edge in chains if edge not in used]
-    moved = sorted(edge for edge in idle if _exchanges(chains[edge]))
+    moved = sorted(edge for edge in idle if _exchanges(chains[edge]) and _name(edge) not in OF_MODELS)
     if moved:
         two = any(edge.startswith("gdn.") for edge in chains) and "q" in chains
         raise SpecError(

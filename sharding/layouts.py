@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .errors import SpecError, nearest
-from .implied import chain_of, check_scan, convolved, keys_of, recurrent, with_queries
+from .implied import chain_of, check_scan, convolved, keys_of, recurrent, split_by, with_queries
 from .mesh import check_names
 from .show import columns
 from .spec import Atom, Spec, parse
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .stack import Stack
 
-__all__ = ["AROUND", "EDGES", "WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
+__all__ = ["AROUND", "EDGES", "OF_MODELS", "WHOLE", "Layout", "all_gather", "compose", "gathers", "hybrid", "ulysses"]
 
 # Edge -> its specs, as text: constants, which trace.
 Edges = tuple[tuple[str, tuple[str, ...]], ...]
@@ -38,10 +38,15 @@ Exchange = Literal["all", "needed"]
 WHOLE = ("q_positions", "k_positions", "q_segment_ids", "k_segment_ids", "mask")
 
 # Edges around the heads of a layer, and around layers.
-AROUND = ("x", "out", "h", "embedded", "logits", "tokens", "targets", "weights", "rope", "rope_positions", "loss")
+AROUND = (
+    "x", "out", "h", "embedded", "logits", "tokens", "targets", "weights", "rope", "rope_positions", "shares", "loss",
+)  # fmt: skip
+
+# Edges of a whole model that a part of one, or logits without a loss, have no need of.
+OF_MODELS = ("shares", "experts", "parameters")
 
 # Edges that leave a layer: where layouts are composed, the inner one moves them first.
-OUTBOUND = ("o", "out", "h", "logits", "loss")
+OUTBOUND = ("o", "out", "h", "embedded", "logits", "shares", "loss")
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,8 +112,7 @@ class Layout:
 
     def split(self, letter: str) -> tuple[str, ...]:
         """The axes that split a letter where arguments come in: so do parameters lie."""
-        atoms = [a for _, chain in self.chains for a in parse(chain[0]).atoms if a.name == letter]
-        return max((atom.axes for atom in atoms), key=len, default=())
+        return split_by(self.chains, letter)
 
     def part(self, name: str) -> Layout:
         """The edges of a part alone, under their bare names: its own, and those of no part."""
@@ -135,11 +139,12 @@ class Layout:
         quiet: dict[str, list[str]] = {"stay as they come": [], "whole on every rank": []}
         for name, chain in self.chains:
             specs = [parse(text) for text in chain]
-            if len(specs) == 1 and name not in ("q", "k", "v", "o", "x"):
+            dealt = name == "experts" and specs[0].axes
+            if len(specs) == 1 and not dealt and name not in ("q", "k", "v", "o", "x"):
                 whole = name.rpartition(".")[2] in WHOLE
                 quiet["whole on every rank" if whole else "stay as they come"].append(name)
                 continue
-            note = _note(name, specs)
+            note = f"rows go there and back, all-to-all over {'/'.join(dealt)}" if dealt else _note(name, specs)
             if self.exchange == "needed" and name in self.keys:
                 note = note.replace("all-gather", "only what is needed, all-to-all")
             if convolved(name, dict(self.chains)):
@@ -253,13 +258,15 @@ def _edges(
     pending = "+".join(axis for axis in (*tokens, dp) if axis)
     around = {
         "h": order(S, f"F/{tp}" if tp else "F"),
-        "embedded": order(S, "D"),
-        "logits": order(S, "Z"),
+        "embedded": f"{order(S, 'D')} +{tp} -> {order(S, 'D')}" if tp else order(S, "D"),
+        "logits": order(S, f"Z/{tp}" if tp else "Z"),
         **dict.fromkeys(("tokens", "targets", "weights"), f"{batch} {S}"),
         "rope": f"{batch} {S} R",
         "rope_positions": f"M {batch} {S}",
         "loss": f"+{pending}",
     }
+    if tp:  # what each part of the vocabulary says of a token
+        around["shares"] = f"P/{tp} {batch} {S} N -> P {batch} {S} N"
     return attention | around
 
 
@@ -304,4 +311,4 @@ def _merged(outer: Spec, inner: Spec) -> Spec:
 
 
 # The edges of the layers here: a layout may have more of them than a function passes.
-EDGES = tuple(edge for edge, _ in ulysses().chains)
+EDGES = (*(edge for edge, _ in ulysses().chains), *OF_MODELS)

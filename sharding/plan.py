@@ -26,7 +26,7 @@ from .schedules import MATERIALISED, schedule_of
 from .show import columns, ranks_text
 from .spec import parse
 
-__all__ = ["Exchange", "Plan", "diff", "ends_of", "plan", "span"]
+__all__ = ["Exchange", "Plan", "diff", "ends_of", "exchanges_of", "plan", "span"]
 
 RANGES = 8  # of ranks that are listed
 
@@ -111,7 +111,7 @@ class Plan:
             for i, e in enumerate(part):
                 over = f"{e.kind} over {'/'.join(e.axes)}"
                 numbers = (span(e.sends), span(e.receives), f"{e.copies[0]} + {e.copies[1]}")
-                yield (name if i == 0 else "", ", ".join(e.edges), over, _moved(e), *numbers)
+                yield (name if i == 0 else "", _named(e.edges), over, _moved(e), *numbers)
 
         ends = [span(ends_of(r.bytes[i] for r in self.classes)) for i in (0, 1)]
         yield ("in all", "", "", "", *ends, "")
@@ -215,7 +215,8 @@ def plan(
     if sizes["K"] < 1 or sizes["H"] < 1:
         raise SpecError(f"a plan needs heads, and H={sizes['H']} K={sizes['K']}")
     if recurrent:
-        sizes |= {"I": 1, "P": math.prod(n for axis, n in mesh.axes if axis in layout.split("P"))}
+        over = rules.split_over(dict(layout.chains)["summary"][0]) if "summary" in dict(layout.chains) else ()
+        sizes |= {"I": 1, "P": math.prod(n for axis, n in mesh.axes if axis in over)}
     cu = None if cu_seqlens is None else documents.boundaries(cu_seqlens, sizes["S"])
     rules.complete(layout.name, layout.chains, layout.keys, mesh.axes)
     edges = dict(rules.resolve(layout.name, layout.chains, mesh.axes, (sizes["H"], sizes["K"])))
@@ -239,7 +240,7 @@ def plan(
         made = apart.submit(rehearse, layout, mesh, sizes, dtype, sight, cu, cache is not None).result()
     if schedule is MATERIALISED:
         made = [_projected(r, parse(edges["k"][0]).local(sizes, mesh, r.ranks[0]), sizes) for r in made]
-    exchanges = _exchanges(made)
+    exchanges = exchanges_of(made)
     own = (*schedule.inputs, *schedule.parameters, *(() if latent or recurrent else ("sinks",)))
     inputs = [name for name in ("x", *own) if name in edges]
     split = {name: parse(edges[name][0]).axes for name in inputs}
@@ -326,7 +327,7 @@ def _orders(rank: Rank) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(found[0]), tuple(found[1])
 
 
-def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:
+def exchanges_of(made: Sequence[Rank]) -> tuple[Exchange, ...]:
     found = []
     for of_ranks in zip(*(r.events for r in made), strict=True):
         first = of_ranks[0]
@@ -334,13 +335,19 @@ def _exchanges(made: Sequence[Rank]) -> tuple[Exchange, ...]:
             continue
         wait = [next(e for e in r.events if e.what == "wait" and e.call[:1] == first.call[:1]
                      and e.call.backward == first.call.backward) for r in made]  # fmt: skip
-        pairs = tuple(part.split(": ", 1)[1] for part in first.call.text.split("; "))
+        pairs = tuple(part.split(": ", 1)[-1] for part in first.call.text.split("; "))
         found.append(Exchange(
             first.call.edges, first.kind, first.axes, pairs, ends_of(e.sent for e in of_ranks),
             ends_of(e.received for e in of_ranks), (max(e.copies for e in of_ranks), max(e.copies for e in wait)),
             first.call.backward,
         ))  # fmt: skip
     return tuple(found)
+
+
+def _named(edges: Sequence[str]) -> str:
+    """`q, k, v`, or `parameters q, k, v`."""
+    parameters = [edge.removeprefix("parameters.") for edge in edges if edge.startswith("parameters.")]
+    return "parameters " + ", ".join(parameters) if parameters else ", ".join(edges)
 
 
 def _moved(exchange: Exchange) -> str:

@@ -14,7 +14,7 @@ from . import shards
 from .constant import constant
 from .errors import SpecError
 from .fixes import fewer, fitting, hybrid
-from .implied import lead, recurrent
+from .implied import lead, recurrent, split_by
 from .layouts import AROUND, OUTBOUND, WHOLE, gathers
 from .mesh import Axes, check_axes, coordinates, size_of, text_of
 from .shards import Ranges
@@ -26,9 +26,11 @@ __all__ = [
     "cut",
     "gathered",
     "heads",
+    "kept",
     "letters",
     "of_part",
     "of_rows",
+    "own",
     "place",
     "reached",
     "resolve",
@@ -300,6 +302,34 @@ def reached(text: str, axes: Axes, rank: int, tokens: int, width: int) -> Ranges
 def gathered(chain: tuple[str, ...]) -> tuple[str, ...]:
     """The axes over which an edge's tokens are gathered; none where they are not."""
     return next(iter(gathers(chain)), ())
+
+
+@constant
+def own(edges: Edges, letter: str, axes: Axes, rank: int, size: int) -> tuple[int, int] | None:
+    """Which of a letter a rank's weights have; None where the layout splits it over no ranks."""
+    over = split_by(edges, letter)
+    if math.prod(size_of(axes, axis) for axis in over) == 1:
+        return None
+    ranges = shards.held(Atom(letter, over), {letter: size}, axes, coordinates(axes, rank))
+    return next(iter(ranges), (0, 0))
+
+
+@constant
+def kept(edges: Edges, spec: str) -> tuple[str, ...]:
+    """The two specs of a parameter that is kept in parts and gathered to be computed with, of the letters alone by
+    which it is kept; none where it is not. spec: as its field says."""
+    rule = dict(edges).get("parameters")
+    if rule is None:
+        return ()
+    first, last = ({a.name: a for a in parse(text).atoms} for text in (rule[0], rule[-1]))
+
+    def lies(dim: tuple[Atom, ...], as_in: Mapping[str, Atom], i: int) -> str:
+        held = dim[0].name in first and set(first[dim[0].name].axes) <= set(dim[0].axes)
+        return str(as_in[dim[0].name]) if held and len(dim) == 1 else f"n{i}"
+
+    dims = parse(spec).dims
+    found = tuple(" ".join(lies(dim, side, i) for i, dim in enumerate(dims)) for side in (first, last))
+    return found if found[0] != found[1] else ()
 
 
 @constant

@@ -12,14 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..functional import tree
 from ..functional.wire import choices_of, edges_of, optional_of
-from . import caches, cores, joining, rules, shards, whole
+from . import caches, cores, joining, misfits, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
 from .mesh import Mesh, constant_axes
@@ -27,6 +27,9 @@ from .ports import Sized
 from .reshard import planned
 from .spec import Spec, parse
 from .wires import LayoutWire
+
+if TYPE_CHECKING:
+    from .step import Step
 
 __all__ = ["Sharded", "shard"]
 
@@ -104,6 +107,7 @@ class Sharded:
                 mesh=str(self.mesh), fix=", ".join(f"{letter}=..." for letter in missing) + ", globally",
             )  # fmt: skip
         found = rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads)
+        misfits.check_used(self.declared, self.layout, self.mesh.axes, self.name)
         for _, chain in found:
             for text in chain:
                 atoms = tuple(a for a in parse(text).atoms if a.name in self.sizes)
@@ -119,6 +123,16 @@ class Sharded:
     def plan(self, **sizes: Any) -> Any:
         """`Layout.plan` with the sizes that are known here."""
         return self.layout.plan(self.mesh, **{**self.given, **sizes})
+
+    def step(self, params: tree.Tree, cfg: Any, *, cu_seqlens: Any = None, **sizes: int) -> Step:
+        """What a step of training a whole model sends and holds, forward, backward, and in `sum_gradients`.
+
+        params: of the whole model, `F.Decoder.abstract(cfg)` does. cu_seqlens: boundaries of packed documents. sizes:
+        B, rows of the whole batch. Raises `SpecError` where layout, mesh, sizes and parameters do not fit.
+        """
+        from .step import step
+
+        return step(self, params, cfg, sizes, cu_seqlens)
 
     def __repr__(self) -> str:
         return f"shard({self.name}, {self.layout.name}, {self.mesh!r}, {shards.known(self.given)})"
@@ -175,6 +189,7 @@ class Sharded:
         if not torch.compiler.is_compiling():  # there the wire refuses, as nothing moves while a graph is made
             joining.check_parts(given, self.lacking, self.layout.name, self.name)
             joining.check_weights(given, self.declared, self.layout, self.mesh.axes, self.name)
+            misfits.check_parts_of(given, _config(given), self.layout, self.mesh.axes, self.name)
         if given.get("cache") is not None:
             caches.check(self.name, given, self._kept(given), self.layout, at, own=True)
         self._check(at, given, dict(rules.of_rows(self.layout.chains)))
@@ -273,6 +288,11 @@ class Sharded:
 
     # What `simulate` needs.
 
+    def widths(self, named: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes that no shard of a result shows, and a config has."""
+        cfg = _config(named)
+        return {letter: n for letter, n in getattr(cfg, "sizes", {}).items() if letter == "Z"}
+
     def in_specs(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """How each argument is split, None for what every rank gets whole."""
         if self.is_layer:
@@ -283,8 +303,9 @@ class Sharded:
         joining.check_weights(named, self.declared, self.layout, self.mesh.axes, self.name)
         if named.get("cache") is not None and self.is_layer:
             caches.check(self.name, named, self._kept(named), self.layout, self.mesh, own=False)
+        misfits.check_parts_of(named, _config(named), self.layout, self.mesh.axes, self.name)
         specs = {name: self._in_spec(name, x, edges) for name, x in named.items()}
-        cfg = next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
+        cfg = _config(named)
         inside = {
             letter for letter in joining.letters_of(self.chains) if letter not in "BS" and self.layout.split(letter)
         }
@@ -362,6 +383,10 @@ class Sharded:
             return tuple(of(each, spec) for each in x) if isinstance(x, tuple) else None
 
         return of(result, text)
+
+
+def _config(named: Mapping[str, Any]) -> Any:
+    return next((x for x in named.values() if hasattr(x, "sizes") and not isinstance(x, tree.Tree)), None)
 
 
 def _holds_tensors(x: Any) -> bool:

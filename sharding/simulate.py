@@ -118,7 +118,7 @@ def _sharded(fn: Sharded, mesh: Mesh, **options: Any) -> Callable[..., Any]:
             return fn(*values[:count], mesh=mesh, **dict(zip(names, values[count:], strict=True)))
 
         body.argument_names = [*list(named)[:count], *names]  # type: ignore[attr-defined]
-        known: dict[str, Any] = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"}
+        known: dict[str, Any] = {letter: n for letter, n in fn.sizes.items() if letter in "SHKG"} | fn.widths(named)
         leaving = functools.partial(fn.out_specs, cache=specs.get("cache"))
         return simulate(body, mesh, order, leaving, **options, **known)(*args, *kwargs.values())
 

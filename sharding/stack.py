@@ -24,7 +24,7 @@ from .show import columns, ranks_text
 from .spec import parse
 from .trace import Event
 
-__all__ = ["Kind", "Stack", "stack"]
+__all__ = ["LETTERS", "NAMES", "Kind", "Stack", "part_of", "stack"]
 
 # What a plan of each part asks for, of the letters that a layer has.
 LETTERS = {"gdn": "DHKGEVWY", "mla": "DHLNRV", "attention": "DHKGEV"}
@@ -40,6 +40,15 @@ class Kind(NamedTuple):
     sizes: dict[str, int]
     reshards: tuple[str, ...]
     plan: Plan
+
+    @property
+    def name(self) -> str:
+        return NAMES.get(self.part, self.part)
+
+    @property
+    def times(self) -> int:
+        """How often a step does it: once a layer, or once where it is of no layer."""
+        return len(self.layers) or 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,13 +75,13 @@ class Stack:
 
     def bytes(self, rank: int = 0) -> tuple[int, int]:
         """What a rank sends and receives in a step, forward and backward together."""
-        sent, received = ([len(k.layers) * k.plan.bytes(rank)[i] for k in self.kinds] for i in (0, 1))
+        sent, received = ([k.times * k.plan.bytes(rank)[i] for k in self.kinds] for i in (0, 1))
         return sum(sent), sum(received)
 
     @property
     def exchanges(self) -> int:
         """How many collectives a step has."""
-        return sum(len(kind.layers) * len(kind.plan.exchanges) for kind in self.kinds)
+        return sum(kind.times * len(kind.plan.exchanges) for kind in self.kinds)
 
     @property
     def flops(self) -> tuple[int, int]:
@@ -85,15 +94,15 @@ class Stack:
         places = [{r: i for i, c in enumerate(kind.plan.classes) for r in c.ranks} for kind in self.kinds]
         for rank in range(self.mesh.size):
             classes.setdefault(tuple(place[rank] for place in places), rank)
-        found = [sum(len(kind.layers) * of(kind, rank) for kind in self.kinds) for rank in classes.values()]
+        found = [sum(kind.times * of(kind, rank) for kind in self.kinds) for rank in classes.values()]
         return ends_of(found)
 
     def _blocks(self) -> Iterator[list[str]]:
         for kind in self.kinds:
             n = len(kind.layers)
-            layers = f"layer {kind.layers[0]}" if n == 1 else f"{n} layers, {ranks_text(kind.layers)}"
-            head = f"{NAMES[kind.part]}: {layers}     each: {known(kind.sizes)}"
-            moved = list(kind.reshards) or ["reshard between layers: none"]
+            layers = f": layer {kind.layers[0]}" if n == 1 else f": {n} layers, {ranks_text(kind.layers)}" if n else ""
+            head = f"{kind.name}{layers}" + f"     each: {known(kind.sizes)}" * bool(kind.sizes)
+            moved = list(kind.reshards) or ["reshard between layers: none"] * bool(n)
             rows = list(kind.plan.rows())
             table = columns(rows, [False] * 4 + [True] * 3) if kind.plan.exchanges else ["nothing moves"]
             yield [head, *(f"  {line}" for line in moved), *(f"  {line}" for line in table)]
@@ -104,7 +113,7 @@ class Stack:
             n, plan = len(kind.layers), kind.plan
             ends = [ends_of(r.bytes[i] for r in plan.classes) for i in (0, 1)]
             sums = [span((n * low, n * high)) for low, high in (*ends, plan.flops)]
-            yield (NAMES[kind.part], str(n), str(n * len(plan.exchanges)), *sums, f"{plan.peak:,}")
+            yield (kind.name, str(n), str(n * len(plan.exchanges)), *sums, f"{plan.peak:,}")
         ends = [self._ends(lambda kind, rank, i=i: kind.plan.bytes(rank)[i]) for i in (0, 1)]
         total = sum(len(kind.layers) for kind in self.kinds)
         peak = f"{max(kind.plan.peak for kind in self.kinds):,}"
@@ -137,7 +146,7 @@ def stack(layout: Layout, mesh: Mesh, layers: Sequence[Mapping[str, int]], /, **
     _check_layers(layers, options)
     alike: dict[tuple[str, tuple[tuple[str, int], ...]], list[int]] = {}
     for i, each in enumerate(layers):
-        part = "gdn" if "W" in each else "mla" if {"L", "N", "R"} <= {*each} else "attention"
+        part = part_of(each)
         sizes = tuple((letter, each[letter]) for letter in LETTERS[part] if letter in each)
         alike.setdefault((part, sizes), []).append(i)
     kinds = [
@@ -148,7 +157,7 @@ def stack(layout: Layout, mesh: Mesh, layers: Sequence[Mapping[str, int]], /, **
     plain = next((kind.plan for kind in kinds if kind.part != "gdn"), kinds[0].plan)
     facts += plain.facts[2:]  # dtype, what queries see, options
     between = next(chain[0] for edge, chain in layout.chains if edge.rsplit(".", 1)[-1] == "x")
-    notes = tuple(dict.fromkeys(f"{NAMES[kind.part]}: {note}" for kind in kinds for note in kind.plan.notes))
+    notes = tuple(dict.fromkeys(f"{kind.name}: {note}" for kind in kinds for note in kind.plan.notes))
     title = f"{len(layers)} layers by {layout.name}"
     return Stack(title, tuple(facts), between, tuple(kinds), notes, mesh)
 
@@ -171,6 +180,11 @@ def _check_layers(layers: Any, options: Mapping[str, Any]) -> None:
                 f"stack({said[0]}={options[said[0]]}): layers[{i}] says {said[0]}={each[said[0]]} itself",
                 fix=f"without {said[0]}, or other sizes of this layer",
             )
+
+
+def part_of(sizes: Mapping[str, int]) -> str:
+    """Which part of a layout serves a layer's attention of these sizes."""
+    return "gdn" if "W" in sizes else "mla" if {"L", "N", "R"} <= {*sizes} else "attention"
 
 
 def _kind(

@@ -10,19 +10,20 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..functional.wire import Heads, identity
+from ..functional.wire import Heads, Own, identity
 from . import documents, rules, shards
+from .dealt import deal
 from .errors import SpecError
 from .exchange import local
 from .functorch import transform_level
-from .implied import convolved
+from .implied import convolved, split_by
 from .late import LateProjection
 from .layouts import WHOLE, Layout
 from .mesh import Axes, Mesh, constant_axes, place_of, ranks_of, size_of
@@ -34,6 +35,8 @@ from .transport import Call
 from .whole import check_heads
 
 __all__ = ["LayoutWire"]
+
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,16 +60,17 @@ class LayoutWire:
     part: str = ""
 
     moves = True
+    _site = ""  # what a call says of where it is made, if not the line
 
-    @staticmethod
-    def of(layout: Layout, mesh: Mesh, sizes: Mapping[str, int], **rest: Any) -> LayoutWire:
+    @classmethod
+    def of(cls, layout: Layout, mesh: Mesh, sizes: Mapping[str, int], **rest: Any) -> Self:
         """The wire before a layer has said what it is."""
         axes = constant_axes(mesh)
         known = {letter: operator.index(n) for letter, n in sizes.items()}
         edges = dict(_resolved(layout, axes, None, rest.get("part", "")))
-        return LayoutWire(layout, mesh, axes, operator.index(mesh.rank), known, edges, **rest)
+        return cls(layout, mesh, axes, operator.index(mesh.rank), known, edges, **rest)
 
-    def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> LayoutWire:
+    def layer(self, *, causal: bool = False, window: int | None = None, **sizes: int) -> Self:
         """Raises `SpecError` where the layout was made for other sizes, or cannot hold these heads."""
         said = {letter: operator.index(n) for letter, n in sizes.items()}
         for letter, count in said.items():
@@ -101,10 +105,44 @@ class LayoutWire:
     def place(self, name: str) -> int:
         return place_of(self.axes, rules.split_over(self._chain(name)[0]), self.rank)
 
+    def gather(self, params: C, /, *names: str, **sizes: int) -> C:
+        found = [
+            (f.name, getattr(params, f.name), rules.kept(self.layout.chains, f.metadata["spec"]))
+            for f in fields(params)  # type: ignore[arg-type]
+            if "spec" in f.metadata and (not names or f.name in names)
+        ]
+        kept = [(name, x, chain) for name, x, chain in found if x is not None and chain]
+        if not kept:
+            return params
+        wire = replace(self, sizes={**self.sizes, **sizes})
+        whole = wire.receive([_Edge(f"parameters.{name}", x, chain) for name, x, chain in kept])
+        return replace(params, **{name: x for (name, _, _), x in zip(kept, whole, strict=True)})  # type: ignore[type-var]
+
+    def deal(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("how many rows an expert gets is known when it gets them, which cannot be compiled")
+        over = tuple(axis for axis in split_by(self.layout.chains, "X") if size_of(self.axes, axis) > 1)
+        first = f"P/{'/'.join(over)} X"
+        (by_expert,) = self.receive([_Edge("counts", counts[None], (first, "P X"))])
+        group, own = ranks_of(self.axes, over, self.rank), self.own("X")
+        assert own is not None
+        found, back = deal(rows, self._chosen(by_expert, rows, group), group, over, self.mesh, self._site)
+        return found, by_expert[:, own.start : own.stop], back
+
+    def _chosen(self, by_expert: Tensor, rows: Tensor, group: tuple[int, ...]) -> list[list[int]]:
+        """How many rows each rank of a group has for each expert."""
+        found: list[list[int]] = by_expert.tolist()
+        return found
+
+    def own(self, letter: str) -> Own | None:
+        size = self.sizes[letter]
+        found = rules.own(self.layout.chains, letter, self.axes, self.rank, size)
+        return None if found is None else Own(*found, size)
+
     def stays(self, name: str) -> bool:
         return name not in self.edges or rules.stays(self._chain(name), self.axes)
 
-    def scope(self, name: str) -> LayoutWire:
+    def scope(self, name: str) -> Self:
         return replace(self, part=name, edges=dict(_resolved(self.layout, self.axes, None, name)))
 
     def send(self, **named: Tensor | None) -> list[_Edge]:
@@ -218,6 +256,7 @@ class LayoutWire:
         """What an exchange is for; peers that were told other things of what queries see are found by it."""
         text = "; ".join(f"{edge.name}: {edge.pair}" for edge in group)
         made = call_of(xs, text, tuple(edge.name for edge in group))
+        made = made._replace(site=self._site) if self._site else made
         return made if torch.compiler.is_compiling() else made._replace(seen=(*self.sight, self.cu))
 
     def _launch(self, group: list[_Edge]) -> _Flying:

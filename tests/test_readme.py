@@ -142,6 +142,28 @@ def test_layouts_of_hybrid_models(capsys):
     assert f"\n\n{table}\n\n" in README
 
 
+def test_whole_models(tmp_path, capsys):
+    runpy.run_path(str(Path(__file__).parent.parent / "examples/whole_models.py"))
+    assert capsys.readouterr().out.count("exchanges on each rank") == 2
+
+    module = family("deepseek_v3")
+    module.save_pretrained(tmp_path / "folder")
+    model = programs.load(module.double())
+    found = {"F": F, "sh": sh, "cfg": model.config, "params": model.params, "ids": torch.randint(1, 97, (8, 33))}
+    code = snippet("sh.spread(sh.mla_latent(tp=")
+    exec(code, found)
+    assert "latent attention, experts" in str(found["plan"])
+    want = F.next_token_loss(model.params, found["ids"][:, :-1], model.config, found["ids"][:, 1:])
+    torch.testing.assert_close((found["total"], found["count"]), want, rtol=1e-12, atol=1e-12)
+
+    found |= {"programs": programs, "folder": tmp_path / "folder", "mesh": sh.Mesh(u=1)}
+    found["model"] = sh.shard(F.next_token_loss, sh.mla_latent(), found["mesh"], S=32)
+    exec(snippet("programs.load_shards").replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))), found)
+    mine = found["mine"]
+    assert all(map(torch.equal, F.tree.leaves(found["params"]), F.tree.leaves(mine.params)))
+    assert mine.read == sum(x.numel() * x.element_size() for x in F.tree.leaves(mine.params))
+
+
 @pytest.mark.parametrize("drawn", [True, False])
 def test_the_notebook_of_gated_delta_nets(drawn, monkeypatch, capsys):
     if not drawn:

@@ -277,24 +277,24 @@ config fields that family deepseek_v3 does not explain
     fix: a checkpoint whose weights are not packed, or abstract=True to plan without them
 
 checkpoint and config of family deepseek_v3 differ
-    .layers[1].mlp.gate[3] (model.layers.1.mlp.experts.3.gate_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.down[4] (model.layers.1.mlp.experts.4.down_proj.weight): "D F/tp" = (48, 14), but the tensor has (48, 13)
+    .layers[1].mlp.gate[3] (model.layers.1.mlp.experts.3.gate_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.down[4] (model.layers.1.mlp.experts.4.down_proj.weight): "D/dp F/tp" = (48, 14), but the tensor has (48, 13)
     .layers[1].mlp.correction_bias (model.layers.1.mlp.gate.e_score_correction_bias): "X" = (6,), but the tensor has (1,)
     model.layers.1.mlp.experts.6.up_proj.weight: not expected, it has (14, 48)
 
 checkpoint and config of family deepseek_v3 differ
-    .layers[1].mlp.gate[0] (model.layers.1.mlp.experts.0.gate_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.up[0] (model.layers.1.mlp.experts.0.up_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.gate[1] (model.layers.1.mlp.experts.1.gate_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.up[1] (model.layers.1.mlp.experts.1.up_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.gate[2] (model.layers.1.mlp.experts.2.gate_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.up[2] (model.layers.1.mlp.experts.2.up_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.gate[3] (model.layers.1.mlp.experts.3.gate_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.up[3] (model.layers.1.mlp.experts.3.up_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.gate[4] (model.layers.1.mlp.experts.4.gate_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.up[4] (model.layers.1.mlp.experts.4.up_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.gate[5] (model.layers.1.mlp.experts.5.gate_proj.weight): missing, "F/tp D" = (14, 48)
-    .layers[1].mlp.up[5] (model.layers.1.mlp.experts.5.up_proj.weight): missing, "F/tp D" = (14, 48)
+    .layers[1].mlp.gate[0] (model.layers.1.mlp.experts.0.gate_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.up[0] (model.layers.1.mlp.experts.0.up_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.gate[1] (model.layers.1.mlp.experts.1.gate_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.up[1] (model.layers.1.mlp.experts.1.up_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.gate[2] (model.layers.1.mlp.experts.2.gate_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.up[2] (model.layers.1.mlp.experts.2.up_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.gate[3] (model.layers.1.mlp.experts.3.gate_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.up[3] (model.layers.1.mlp.experts.3.up_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.gate[4] (model.layers.1.mlp.experts.4.gate_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.up[4] (model.layers.1.mlp.experts.4.up_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.gate[5] (model.layers.1.mlp.experts.5.gate_proj.weight): missing, "F/tp D/dp" = (14, 48)
+    .layers[1].mlp.up[5] (model.layers.1.mlp.experts.5.up_proj.weight): missing, "F/tp D/dp" = (14, 48)
     and 25 more
 
 topk_method="noaux_tc" is unknown

@@ -87,7 +87,7 @@ def test_faults_are_listed(tmp_path):
         "\n\n".join([*found, str(error.value)]),
         """\
 checkpoint and config of family llama differ
-    .layers[1].mlp.up (model.layers.1.mlp.up_proj.weight): missing, "F/tp D" = (40, 48)
+    .layers[1].mlp.up (model.layers.1.mlp.up_proj.weight): missing, "F/tp D/dp" = (40, 48)
     .norm.weight (model.norm.weight): missing, "D" = (48,)
 
 checkpoint and config of family llama differ

@@ -185,7 +185,7 @@ def test_parameters(eager):
         "\n\n".join(found),
         """\
 program.params do not match in 1 leaf
-    .layers[1].attention.q: "((K/tp G) E) D" = (48, 48), but the tensor has (47, 48)
+    .layers[1].attention.q: "((K/tp G) E) D/dp" = (48, 48), but the tensor has (47, 48)
 
 program.params: other parameters than it was built for
     .layers[1].attention.q: float32 on cpu with strides (48, 1), but the tensor is float64 on cpu with strides (48, 1)""",
@@ -256,7 +256,7 @@ Linear has no transformers config
     fix: pass a ...ForCausalLM module
 
 checkpoint and config of family llama differ
-    .layers[0].attention.q (model.layers.0.self_attn.q_proj.weight): "((K/tp G) E) D" = (48, 48), but the tensor has (3, 48)
+    .layers[0].attention.q (model.layers.0.self_attn.q_proj.weight): "((K/tp G) E) D/dp" = (48, 48), but the tensor has (3, 48)
     .norm.weight (model.norm.weight): missing, "D" = (48,)
     model.layers.1.mlp.extra.weight: not expected, it has (3, 2)
     model.layers.1.mlp.extra.bias: not expected, it has (3,)

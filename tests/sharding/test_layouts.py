@@ -59,11 +59,13 @@ hybrid(ulysses="u", gather="g", tp="tp", dp="dp", overlap=True)
   v              B/dp S/g/u K/tp V -> B/dp S/g K/tp/u V -> B/dp S K/tp/u V       all-to-all over u, then all-gather over g
   o              B/dp S/g (K/tp/u G) V -> B/dp S/g/u (K/tp G) V                  all-to-all over u
   out            B/dp S/g/u D +tp -> B/dp S/g/u D                                all-reduce over tp
+  embedded       B/dp S/g/u D +tp -> B/dp S/g/u D                                all-reduce over tp
+  shares         P/tp B/dp S/g/u N -> P B/dp S/g/u N                             all-gather over tp
   q_positions    B/dp S -> B/dp S/g                                              whole on every rank, then a slice
   q_segment_ids  B/dp S -> B/dp S/g                                              whole on every rank, then a slice
   mask           B/dp (K G) S T -> B/dp (K/tp/u G) S T -> B/dp (K/tp/u G) S/g T  whole on every rank, then a slice
   sinks          (K/tp G) -> (K/tp/u G)                                          a slice
-  h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss: stay as they come
+  h, logits, tokens, targets, weights, rope, rope_positions, loss: stay as they come
   k_positions, k_segment_ids: whole on every rank""",
     )
 

@@ -130,6 +130,8 @@ def test_layouts_are_printed():
 gdn_ulysses("u", tp="tp")
   x            B S/u D                               stays
   out          B S/u D +tp -> B S/u D                all-reduce over tp
+  embedded     B S/u D +tp -> B S/u D                all-reduce over tp
+  shares       P/tp B S/u N -> P B S/u N             all-gather over tp
   gdn.q        B S/u K/tp E -> B S K/tp/u E          all-to-all over u
   gdn.k        B S/u K/tp E -> B S K/tp/u E          all-to-all over u
   gdn.v        B S/u (K/tp G) V -> B S (K/tp/u G) V  all-to-all over u
@@ -141,7 +143,7 @@ gdn_ulysses("u", tp="tp")
   gdn.a_log    (K/tp G) -> (K/tp/u G)                a slice
   gdn.dt_bias  (K/tp G Y) -> (K/tp/u G Y)            a slice
   gdn.o        B S (K/tp/u G) V -> B S/u (K/tp G) V  all-to-all over u
-  h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.cache_q, gdn.cache_k,
+  h, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.cache_q, gdn.cache_k,
   gdn.cache_v, gdn.cache_state: stay as they come
   gdn.q_positions, gdn.q_segment_ids, gdn.k_positions, gdn.k_segment_ids: whole on every rank
 gdn_scan("g", "u")

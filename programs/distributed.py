@@ -1,0 +1,183 @@
+"""Trees of shards to and from `torch.distributed.checkpoint`.
+
+Imported when it is used: it takes torch.distributed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..functional import TreeError, tree
+from ..sharding import Mesh, SpecError
+from .checkpoint import listed
+
+__all__ = ["restore", "save"]
+
+
+class _Lying(NamedTuple):
+    """One leaf. shape: global. boxes: where its parts stand, as offsets and sizes, with the part itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[tuple[tuple[int, ...], Tensor]]
+
+
+def save(params: Any, specs: Any, mesh: Mesh, folder: Path) -> None:
+    lying = _lying(params, specs, mesh, first=True)
+    with _alone(mesh) as told:
+        state_dict_saver.save(dict(tree.paths(params)), checkpoint_id=folder, planner=_Saving(lying), **told)
+
+
+def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
+    new = tree.map(torch.empty_like, params)
+    lying = _lying(new, specs, mesh, first=False)
+    if not (folder / ".metadata").is_file():
+        raise ValueError(f'"{folder}" has no checkpoint that `save_shards` wrote')
+    there = FileSystemReader(folder).read_metadata().state_dict_metadata
+    faults = []
+    for path, each in lying.items():
+        found = there.get(path)
+        if not isinstance(found, TensorStorageMetadata):
+            faults.append(f"{path}: missing, it is {each.shape} in all")
+        elif tuple(found.size) != each.shape:
+            faults.append(f"{path}: {each.shape} in all, but the checkpoint has {tuple(found.size)}")
+        elif found.properties.dtype != each.dtype:
+            faults.append(f"{path}: {each.dtype}, but the checkpoint has {found.properties.dtype}")
+    faults += [f"{path}: not expected, the checkpoint has it" for path in there if path not in lying]
+    if faults:
+        raise TreeError(f'the checkpoint "{folder.name}" does not match\n    ' + "\n    ".join(listed(faults)))
+    with _alone(mesh) as told:
+        state_dict_loader.load(dict(tree.paths(new)), checkpoint_id=folder, planner=_Loading(lying), **told)
+    return new
+
+
+@contextlib.contextmanager
+def _alone(mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """How torch is told that a mesh is of one rank, which it would warn of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield {"no_dist": mesh.size == 1}
+
+
+def _lying(params: Any, specs: Any, mesh: Mesh, *, first: bool) -> dict[str, _Lying]:
+    """first: of what several ranks have, the first one's alone."""
+    found, lies = {}, tree.paths(specs)
+    for path, x in tree.paths(params).items():
+        spec, sizes = lies[path].spec, dict(lies[path].sizes)
+        local = spec.local(sizes, mesh, mesh.rank)
+        if tuple(x.shape) != local:
+            raise SpecError(
+                f"{path.lstrip('.')} is {tuple(x.shape)}, and this rank's shard is {local}", str(spec), mesh=str(mesh)
+            )
+        one = Mesh(**{axis: 1 for axis, _ in mesh.axes})
+        at = mesh.coordinates(mesh.rank)
+        mine = not first or not any(at[axis] for axis in at if axis not in spec.axes)
+        boxes = list(_boxes(x.detach(), spec.slices(sizes, mesh, mesh.rank))) if mine else []
+        found[path] = _Lying(spec.local(sizes, one, 0), x.dtype, boxes)
+    return found
+
+
+def _boxes(x: Tensor, index: tuple[Any, ...]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Each range of ranges of a global tensor, with what of the shard stands there."""
+    parts: list[tuple[tuple[int, ...], Tensor]] = [((), x)]
+    for dim, some in enumerate(index):
+        where = [*range(some.start, some.stop)] if isinstance(some, slice) else some.flatten().tolist()
+        starts = [i for i, n in enumerate(where) if not i or n != where[i - 1] + 1]
+        ends = [*starts[1:], len(where)]
+        parts = [
+            ((*offset, where[a]), part.narrow(dim, a, b - a))
+            for offset, part in parts
+            for a, b in zip(starts, ends, strict=True)
+            if b > a
+        ]
+    yield from parts
+
+
+class _Saving(SavePlanner):
+    def __init__(self, lying: dict[str, _Lying]) -> None:
+        self.boxes = {
+            MetadataIndex(path, offset): part for path, each in lying.items() for offset, part in each.boxes
+        }  # fmt: skip
+        self.lying = lying
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size(index.offset or ()), part.shape),
+                TensorProperties(dtype=part.dtype), torch.Size(self.lying[index.fqn].shape),
+            ))
+            for index, part in self.boxes.items()
+        ]  # fmt: skip
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.boxes[write_item.index]
+
+
+class _Loading(LoadPlanner):
+    def __init__(self, lying: dict[str, _Lying]) -> None:
+        self.lying = lying
+        self.boxes = {(path, tuple(offset)): part for path, each in lying.items() for offset, part in each.boxes}
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for path, each in self.lying.items():
+            chunks = [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in each.boxes]
+            items += create_read_items_for_chunk_list(path, self.metadata.state_dict_metadata[path], chunks)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise TypeError(f"{read_item.dest_index.fqn}: a tensor is needed, and the checkpoint has something else")
+
+    def resolve_tensor(self, read_item: Any) -> Tensor:
+        part = self.boxes[read_item.dest_index.fqn, tuple(read_item.dest_index.offset)]
+        for dim, (start, n) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dim, start, n)
+        return part
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        pass
