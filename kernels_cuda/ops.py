@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,22 +28,34 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 @dataclass(frozen=True)
 class Op:
     """reference: the plain function, whose annotations are the op's schema. outputs: of the same arguments, what the op
-    returns, uninitialised. launches: of those outputs and the same arguments, what is run."""
+    returns, uninitialised. launches: of those outputs and the same arguments, what is run. mutates: arguments written
+    in place, by the reference too; such an op has no gradient."""
 
     name: str
     reference: Callable[..., Any]
     outputs: Callable[..., Any]
     launches: Callable[..., Sequence[Launch]]
+    mutates: tuple[str, ...] = ()
 
     def run(self, execute: Callable[[Launch], None], *args: Any, **kwargs: Any) -> Any:
         """The op by another way to execute a launch. `execute` finds arguments that live as long as the call."""
         given = inspect.signature(self.reference).bind(*args, **kwargs)
         given.apply_defaults()
+        if self.mutates and torch.is_grad_enabled():
+            self._refuse_gradients(given.arguments)
         out = self.outputs(**given.arguments)
         for launch in self.launches(out, **given.arguments):
             if math.prod(launch.grid):
                 execute(launch)
         return out
+
+    def _refuse_gradients(self, given: Mapping[str, Any]) -> None:
+        name = next((name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad), None)
+        if name is not None:
+            raise RuntimeError(
+                f"{self.name}({name}=...): it needs a gradient, and {self.mutates[0]} is written in place\n"
+                "    fix: torch.no_grad(), or the plain function to train"
+            )
 
 
 # name -> op
@@ -52,14 +64,17 @@ OPS: dict[str, Op] = {}
 
 def define(op: Op) -> Callable[..., Any]:
     """Register `torch.ops.meshfn_cuda.<op.name>` and return a function of the same arguments that calls it, and that
-    `torch.func` can transform."""
+    `torch.func` can transform; of an op that writes in place the overload itself."""
     OPS[op.name] = op
     name = f"{NAMESPACE}::{op.name}"
-    _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=()))
+    _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=op.mutates))
     _library.impl(op.name, lambda *args, **kwargs: op.run(_on_gpu, *args, **kwargs), "CUDA")
     torch.library.register_fake(name, op.outputs, lib=_library)
+    opaque: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), op.name).default
+    if op.mutates:
+        return opaque
     torch.library.register_autograd(name, _backward(op), setup_context=_keep, lib=_library)
-    function = _differentiable(op, getattr(getattr(torch.ops, NAMESPACE), op.name).default)
+    function = _differentiable(op, opaque)
     signature = inspect.signature(op.reference)
 
     def call(*args: Any, **kwargs: Any) -> Any:
