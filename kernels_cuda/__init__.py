@@ -32,7 +32,8 @@ __all__ = [
 @dataclass(frozen=True)
 class Serves:
     """kernel: its name in plans. primitive: what it computes. op: with the primitive's arguments. supports: of the
-    primitive's arguments, by name, and an architecture: None, or the reason why not. in_place: see `programs.Kernel`."""
+    primitive's arguments, by name, and an architecture: None, or the reason why not. in_place: as of
+    `programs.Kernel`."""
 
     kernel: str
     primitive: str
@@ -47,5 +48,5 @@ KERNELS = (
     Serves("gemv", "plain_mlp", gemv.plain_mlp, gemv.supports),
     Serves("gemv", "linear_add", gemv.linear_add, gemv.supports),
     Serves("add_rms_norm", "add_norm", add_rms_norm.add_norm, add_rms_norm.supports),
-    Serves("gdn_decode", "gdn_step", gdn_decode.gdn_decode, gdn_decode.supports, gdn_decode.STATES),
+    Serves("gdn_decode", "gdn_step", gdn_decode.gdn_step, gdn_decode.supports, gdn_decode.STATES),
 )

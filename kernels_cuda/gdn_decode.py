@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional.recurrence import gdn_step
+from ..functional import recurrence
 from .device import scratch
 from .launch import Launch
-from .ops import Op, define, vector_length
+from .ops import Op, in_place, vector_length
 from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
 
-__all__ = ["STATES", "gdn_decode", "supports"]
+__all__ = ["STATES", "gdn_step", "supports"]
 
 # Arguments of the primitive that are written in place of its further results.
 STATES = ("cache_q", "cache_k", "cache_v", "cache_state")
@@ -56,7 +56,7 @@ def _reference(
     allow_neg_eigval: bool = False,
 ) -> Tensor:
     """As `gdn_step`, which returns what is written in place here."""
-    o, *states = gdn_step(
+    o, *states = recurrence.gdn_step(
         q, k, v, z, b, a, q_conv, k_conv, v_conv, a_log, dt_bias, o_norm, cache_q, cache_k, cache_v, cache_state,
         positions, activation=activation, gate_act=gate_act, eps=eps, scale_in_fp32=scale_in_fp32,
         allow_neg_eigval=allow_neg_eigval,
@@ -132,7 +132,7 @@ def _shape(vectors: int, most: int) -> tuple[int, int]:
     return lanes, per
 
 
-gdn_decode = define(Op("gdn_decode", _reference, _outputs, _launches, mutates=STATES))
+gdn_step = in_place("gdn_step", Op("gdn_decode", _reference, _outputs, _launches, mutates=STATES))
 
 
 def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:

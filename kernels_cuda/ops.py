@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..functional.primitive import PRIMITIVES
+from .in_place import functional_form
 from .launch import Launch
 
-__all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "vector_length"]
+__all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "in_place", "vector_length"]
 
 NAMESPACE = "meshfn_cuda"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -43,8 +44,8 @@ class Op:
         given.apply_defaults()
         if self.mutates and torch.is_grad_enabled():
             self._refuse_gradients(given.arguments)
-        out = self.outputs(**given.arguments)
-        for launch in self.launches(out, **given.arguments):
+        out = self.outputs(*given.args, **given.kwargs)
+        for launch in self.launches(out, *given.args, **given.kwargs):
             if math.prod(launch.grid):
                 execute(launch)
         return out
@@ -89,6 +90,17 @@ def composite(primitive: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     _library.impl(primitive, fn, "CompositeImplicitAutograd")
     # Where a transform of torch.func takes a call over: below this key its own functions are not found any more.
     _library.impl(primitive, fn, "FuncTorchDynamicLayerFrontMode")
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
+    return overload
+
+
+def in_place(primitive: str, op: Op) -> Callable[..., Any]:
+    """Register an op that writes in place, and `torch.ops.meshfn_cuda.<primitive>`, which is that op in a graph too."""
+    opaque = define(op)
+    _library.define(primitive + torch.library.infer_schema(op.reference, mutates_args=op.mutates))
+    _library.impl(primitive, opaque, "CompositeImplicitAutograd")
+    functional = functional_form(opaque, inspect.signature(op.reference), op.mutates)
+    _library.impl(primitive, functional, "Functionalize")
     overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
     return overload
 

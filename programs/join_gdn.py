@@ -118,7 +118,8 @@ def _whole(view: fx.Node) -> fx.Node:
 
 
 def _unmask(step: fx.Node, positions: fx.Node | None) -> None:
-    """Take away what zeroes the rows without a token of x, where all that is made of x is rows of the step's arguments."""
+    """Take away what zeroes the rows of x without a token, where all that is made of x is rows of the step's
+    arguments."""
     for mask in [node for node in step.graph.nodes if node.op == "call_method" and node.target == "masked_fill"]:
         chain = _absent(mask, positions)
         if chain and _rows_end_in(mask, value_of(mask).shape[:2], step):
