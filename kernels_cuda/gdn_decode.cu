@@ -16,6 +16,9 @@
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
+// Blocks that a multiprocessor's registers must hold at once.
+template <int W, int COLUMNS> constexpr int TOGETHER = W <= 4 && COLUMNS <= THREADS ? 4 : 2;
+
 // W numbers of a channel: its weights, or its tokens, the latest last.
 template <class T, int W> struct Taps {
   T at[W];
@@ -69,7 +72,7 @@ template <int LANES> __device__ __forceinline__ float lanes_sum(float x) {
 // for a row of V. A block's grid index: its rows of V, value head, row of the batch. *_row, *_head: from one to the
 // next. positions: 0 where a row begins, below 0 where there is no token.
 template <class T, class GATE, int W, int VEC, int PER, int LANES, int ROWS>
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, (TOGETHER<W, LANES * PER * VEC>))
     gdn_decode(const T* q, long long q_row, long long q_head, const T* k, long long k_row, long long k_head, const T* v,
                long long v_row, long long v_head, const T* z, long long z_row, long long z_head, const T* b,
                long long b_row, long long b_head, const T* a, long long a_row, long long a_head, const T* q_conv,

@@ -100,7 +100,7 @@ def _launches(
     vector = vector_length(E, cache_state)
     lanes, per = _shape(E // vector, 16 // vector)
     side = _THREADS // lanes
-    kept = 2 if rows * heads * -(-V // (2 * side)) < _ENOUGH_BLOCKS else 4
+    kept = 4 if vector == 4 and rows * heads * -(-V // (2 * side)) >= _ENOUGH_BLOCKS else 2
     integer, long, real = ctypes.c_int, ctypes.c_longlong, ctypes.c_float
     by_heads = [(x, long(x.stride(0)), long(x.stride(2))) for x in (q, k, v, z, b, a)]
     types = f"{CPP_TYPES[v.dtype]}, {CPP_TYPES[a_log.dtype]}"

@@ -102,7 +102,11 @@ def _halved(beta: fx.Node) -> tuple[fx.Node, bool]:
 
 def _goes_back(state: fx.Node | None, cache: Any) -> bool:
     """Whether a new state is copied into the one it was made of, and neither is used otherwise."""
-    if state is None or not isinstance(cache, fx.Node) or len(state.users) != 1 or len(cache.users) != 2:
+    if state is None or not isinstance(cache, fx.Node) or len(state.users) != 1:
+        return False
+    # Dynamo leaves behind attributes that nobody reads.
+    users = [user for user in cache.users if user.target is not getattr or user.users]
+    if len(users) != 2:
         return False
     (copy,) = state.users
     return copy.op == "call_method" and copy.target == "copy_" and copy.args == (cache, state)

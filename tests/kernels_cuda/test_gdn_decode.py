@@ -20,6 +20,7 @@ from meshfn.programs.sizes import Target
 
 from ..functional.gdn_cases import config, module, weights, zeros
 from ..programs.published import PUBLISHED
+from ..programs.test_donation import largest_allocation
 from .harness import Host
 
 KERNEL = OPS["gdn_decode"]
@@ -67,8 +68,8 @@ CASES = {
     "fp32 KDA": ({"by_channel": True, "G": 1, "V": 6}, KDA),
     "odd widths": ({"E": 7, "V": 33, "W": 2, "K": 1, "G": 3}, {"activation": "gelu_pytorch_tanh"}),
     "published widths": ({"E": 128, "V": 128, "K": 1, "dtype": torch.bfloat16}, {"eps": 1e-5}),
-    "wide keys": ({"E": 300, "V": 4, "K": 1, "G": 1, "W": 3, "by_channel": True}, KDA),
-    "many rows": ({"B": 130}, {}),
+    "wide keys": ({"E": 300, "V": 40, "K": 1, "G": 1, "W": 3, "by_channel": True}, KDA),
+    "many rows": ({"B": 128, "E": 8}, {}),
 }
 
 
@@ -157,7 +158,7 @@ def test_the_op_is_an_operator_as_torch_wants_it_and_refuses_gradients(on_the_cp
         op = getattr(torch.ops.meshfn_cuda, name).default
         assert set(torch.library.opcheck(op, tuple(given.values()), {}).values()) == {"SUCCESS"}
         with pytest.raises(RuntimeError) as error:
-            op(**given | {"q_conv": given["q_conv"].requires_grad_()})
+            op(**given | {"q_conv": given["q_conv"].clone().requires_grad_()})
         assert_expected_inline(
             str(error.value),
             """\
@@ -177,7 +178,7 @@ def step(params, x, cache, positions, cfg, **wire):
 def lowered(cfg, *, B=3, S=1, dtype=torch.float32, change=step):
     """The graph of a step with the kernel, and what does not have one."""
     params = F.tree.map(torch.Tensor.detach, weights(cfg, dtype))
-    given = [params, torch.randn(B, S, 11).to(dtype), zeros(cfg, B, dtype), torch.tensor([[3], [-1], [0]][:B] * S)]
+    given = [params, torch.randn(B, S, 11).to(dtype), zeros(cfg, B, dtype), torch.tensor([[3], [-1], [0]]).expand(B, S)]
     graph = dynamo.capture(lambda *args: change(*args, cfg), *given)
     only = [kernel for kernel in CUDA_KERNELS if kernel.primitive == "gdn_step"]
     left = lower(graph, Target("cuda", dtype, "sm_90"), tuple(only))
@@ -208,6 +209,22 @@ def test_a_lowered_step_is_the_plain_one(on_the_cpu, kind):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(F.tree.leaves(cache), F.tree.leaves(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_within_a_region_it_is_compiled_and_its_states_stay_where_they_are(on_the_cpu):
+    torch.manual_seed(5)
+    given = [case(B=1, E=16, V=40), case(B=1, E=16, V=40)]
+    wanted = [run(each) for each in given]
+    region = dynamo.region(lambda *args: torch.ops.meshfn_cuda.gdn_step(*args) * 2, "layer", lambda *args: 0)
+    step = dynamo.compile_with(lambda *args: (region(*args[0]), region(*args[1])), dynamo.inductor)
+    args = [tuple(each.values()) for each in given]
+    step(*[tuple(x.clone() for x in each) for each in args])
+    found = []
+    assert largest_allocation(lambda: found.extend(step(*args))) < given[0]["cache_state"].nbytes / 4
+    for o, each, (theirs, *states) in zip(found, given, wanted, strict=True):
+        assert bits(o).equal(bits(theirs * 2))
+        assert all(bits(each[name]).equal(bits(x)) for name, x in zip(STATES, states, strict=True))
 
 
 @torch.library.custom_op("meshfn_test::moved", mutates_args=())
@@ -246,7 +263,13 @@ def test_nothing_is_joined_past_an_edge_that_moves_something():
         found[edge] = calls(lowered(config(), change=over)[0])
     assert_expected_inline(
         "\n".join(f"{edge:12}{text}" for edge, text in found.items()),
-        """""",
+        """\
+none        meshfn.norm_linear, meshfn_cuda.gdn_step, meshfn.norm_linear
+q           masked_fill, meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.norm_linear
+o           masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn_test.moved, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
+v_conv      meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.norm_linear
+a_log       meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.norm_linear
+cache_state masked_fill, meshfn.norm_linear, meshfn_test.moved, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_""",
     )
 
 
@@ -266,7 +289,10 @@ def test_nor_where_a_state_is_read_otherwise_or_a_row_has_several_tokens():
                 calls(lowered(config(), change=masked)[0]),
             ]
         ),
-        """""",
+        """\
+masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
+masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
+masked_fill, meshfn.norm_linear, meshfn_cuda.gdn_step, meshfn.norm_linear""",
     )
 
 
@@ -285,7 +311,24 @@ def test_why_the_kernel_does_not_take_a_step():
         reason(v=torch.zeros(3, 2, 4, 5).bfloat16()), reason(positions=torch.zeros(3, 1, dtype=torch.int32)),
         reason(cache_state=torch.zeros(3, 4, 6, 5).mT),
     ]  # fmt: skip
-    assert_expected_inline("\n".join(map(str, reasons)), """""")
+    assert_expected_inline(
+        "\n".join(map(str, reasons)),
+        """\
+None
+no float64
+sm_75 is older than sm_80
+no architecture is named
+float32 with bfloat16
+no float64
+a state in float64
+E=513, at most 512
+W=9, at most 8
+no tanh
+q by columns
+2 tokens a row, not 1
+positions in int32
+cache_state is not contiguous""",
+    )
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3.5-9B", "moonshotai/Kimi-Linear-48B-A3B-Instruct"])
@@ -299,14 +342,49 @@ def test_plan(name, tmp_path):
     rows += [f"{r.names:38} written by {r.kernel}" for r in block.rows if r.op == "write"]
     text = "\n".join([str(block), *rows])
     if name == "Qwen/Qwen3.5-9B":
-        assert_expected_inline(text, """""")
+        assert_expected_inline(
+            text,
+            """\
+layers[0], reads 418.6 MiB and writes 2.0 MiB
+q k v b a z                            norm_linear  1 1 2048     gemv
+o_BSHV q_state k_state v_state state   gdn_step     1 1 32 128   gdn_decode
+x_BSD                                  linear_add   1 1 4096     gemv
+h_BSF                                  gated_mlp    1 1 12288    gemv
+x_BSD                                  linear_add   1 1 4096     gemv
+cache.q                                written by gdn_decode
+cache.k                                written by gdn_decode
+cache.v                                written by gdn_decode
+cache.state                            written by gdn_decode""",
+        )
     else:
-        assert_expected_inline(text, """""")
+        assert_expected_inline(
+            text,
+            """\
+layers[0], reads 200.1 MiB and writes 2.1 MiB
+q k v b a z                            norm_linear  1 1 4096     gemv
+a                                      norm_linear  1 1 4096     gemv
+z                                      norm_linear  1 1 4096     gemv
+o_BSHV q_state k_state v_state state   gdn_step     1 1 32 128   gdn_decode
+x_BSD                                  linear_add   1 1 2304     gemv
+h_BSD                                  normalize    1 1 2304     compiler (no cuda kernel)
+router                                 to           256 2304     compiler
+logits                                 norm_linear  1 1 256      gemv
+to                                     to           256          compiler
+out_BSD                                expert_mlp   1 1 2304     compiler (no cuda kernel)
+h_BSF                                  gated_mlp    1 1 1024     gemv
+out_BSD                                linear_add   1 1 2304     gemv
+cache.q                                written by gdn_decode
+cache.k                                written by gdn_decode
+cache.v                                written by gdn_decode
+cache.state                            written by gdn_decode""",
+        )
 
 
 @pytest.mark.skipif(missing() is not None, reason="NVRTC is not installed")
 def test_nothing_is_spilled():
     names = [f"gdn_decode<{types}, 4, 4, 4, 8, {rows}>" for types in ("bf16, float", "float, float") for rows in (2, 4)]
-    names += ["gdn_decode<fp16, fp16, 8, 4, 4, 32, 4>", "gdn_decode<bf16, float, 4, 1, 16, 32, 4>"]
-    found = {name: [compile_kernel("gdn_decode.cu", name, arch).spilled_bytes for arch in ARCHITECTURES] for name in names}
+    names += ["gdn_decode<fp16, fp16, 8, 4, 4, 32, 4>", "gdn_decode<bf16, float, 4, 1, 16, 32, 2>"]
+    found = {
+        name: [compile_kernel("gdn_decode.cu", name, arch).spilled_bytes for arch in ARCHITECTURES] for name in names
+    }
     assert {name: sum(each) for name, each in found.items() if sum(each)} == {}
