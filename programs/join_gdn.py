@@ -44,9 +44,10 @@ def _join_step(norm: fx.Node) -> None:
     begin = [_given(conv, "short_conv") for conv in convs]
     between = [end["x"], *(said[name] for name in ("q", "k", "v", "g", "beta")), beta]
     caches = [each["state"] for each in (*begin, said)]
-    states = [_second(call) for call in (*convs, rule)]
+    states = [state for call in (*convs, rule) if (state := _second(call)) is not None]
     if not (
-        value_of(end["z"]).shape[1] == 1
+        len(states) == len(caches)
+        and value_of(end["z"]).shape[1] == 1
         and all(len(each.users) == 1 for each in between)
         and all(map(_goes_back, states, caches))
         and all(each["positions"] is said["positions"] and each["segment_ids"] is None for each in (*begin, said))
@@ -100,9 +101,9 @@ def _halved(beta: fx.Node) -> tuple[fx.Node, bool]:
     return (beta.args[1], True) if double else (beta, False)  # type: ignore[return-value]
 
 
-def _goes_back(state: fx.Node | None, cache: Any) -> bool:
+def _goes_back(state: fx.Node, cache: Any) -> bool:
     """Whether a new state is copied into the one it was made of, and neither is used otherwise."""
-    if state is None or not isinstance(cache, fx.Node) or len(state.users) != 1:
+    if not isinstance(cache, fx.Node) or len(state.users) != 1:
         return False
     # Dynamo leaves behind attributes that nobody reads.
     users = [user for user in cache.users if user.target is not getattr or user.users]
@@ -125,9 +126,9 @@ def _unmask(step: fx.Node, positions: fx.Node | None) -> None:
     """Take away what zeroes the rows of x without a token, where all that is made of x is rows of the step's
     arguments."""
     for mask in [node for node in step.graph.nodes if node.op == "call_method" and node.target == "masked_fill"]:
-        chain = _absent(mask, positions)
-        if chain and _rows_end_in(mask, value_of(mask).shape[:2], step):
-            mask.replace_all_uses_with(mask.args[0])  # type: ignore[arg-type]
+        chain, x = _absent(mask, positions), mask.args[0]
+        if chain and isinstance(x, fx.Node) and _rows_end_in(mask, value_of(mask).shape[:2], step):
+            mask.replace_all_uses_with(x)
             _erase_unused(step.graph, chain)
 
 
