@@ -6,6 +6,7 @@ Letters: B rows, K key heads, H = K G value heads, E key width, V value width, W
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..functional import recurrence
+from ..functional.shapes import ShapeError, check_shapes
 from .device import scratch
 from .launch import Launch
 from .ops import Op, in_place, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
+from .rules import CPP_TYPES, OLDEST, arch_rule, by_rows, dtype_rule
 
 __all__ = ["STATES", "gdn_step", "supports"]
 
@@ -66,8 +68,32 @@ def _reference(
     return o
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+def _outputs(*args: Any, **options: Any) -> Tensor:
+    bound = inspect.signature(_reference).bind(*args, **options)
+    bound.apply_defaults()
+    _check(bound.arguments)
+    v: Tensor = bound.arguments["v"]
     return v.new_empty(v.shape)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Raise where the kernel would read or write something else than the plain function does."""
+    decay = "B S H E" if given["a"].dim() == 4 else "B S H"
+    specs = {
+        **{"q": "B S K E", "k": "B S K E", "v": "B S H V", "z": "B S H V", "b": "B S H", "a": decay},
+        **{"q_conv": "F I W", "k_conv": "F I W", "v_conv": "J I W", "a_log": "H", "o_norm": "V"},
+        **{"cache_q": "B F U", "cache_k": "B F U", "cache_v": "B J U", "cache_state": "B H V E", "positions": "B? S"},
+    }
+    (heads, width), (key_heads, key_width) = given["v"].shape[2:], given["q"].shape[2:]
+    sizes = {"F": key_heads * key_width, "J": heads * width, "I": 1, "U": given["q_conv"].shape[-1] - 1}
+    check_shapes("gdn_decode", sizes, **{name: (given[name], spec) for name, spec in specs.items()})
+    decays = heads * (key_width if given["a"].dim() == 4 else 1)
+    if heads % key_heads:
+        raise ShapeError(f"gdn_decode(v=...): H={heads} value heads do not divide over K={key_heads} key heads")
+    if (count := given["dt_bias"].numel()) != decays:
+        raise ShapeError(f"gdn_decode(dt_bias=...): {count} numbers, where a has {decays} decays")
+    if (reason := supports(given, f"sm_{OLDEST}")) is not None:
+        raise ValueError(f"gdn_decode: {reason}\n    fix: functional.recurrence.gdn_step, the plain function")
 
 
 def _launches(

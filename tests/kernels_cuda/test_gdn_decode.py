@@ -9,55 +9,12 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
-from meshfn import programs
 from meshfn.functional.recurrence import gdn_step
-from meshfn.functional.wire import identity
-from meshfn.kernels_cuda import ARCHITECTURES, OPS, compile_kernel, gdn_decode, missing
-from meshfn.programs import dynamo
-from meshfn.programs.cuda import CUDA_KERNELS
-from meshfn.programs.lower import lower
-from meshfn.programs.sizes import Target
+from meshfn.kernels_cuda import ARCHITECTURES, compile_kernel, gdn_decode, missing
 
-from ..functional.gdn_cases import config, module, weights, zeros
-from ..programs.published import PUBLISHED
-from ..programs.test_donation import largest_allocation
+from ..functional.gdn_cases import module, zeros
+from .gdn_step_cases import KERNEL, STATES, bits, carried_out, case, run, wide
 from .harness import Host
-
-KERNEL = OPS["gdn_decode"]
-STATES = gdn_decode.STATES
-
-
-def case(B=3, K=2, G=2, E=6, V=5, W=4, dtype=torch.float32, by_channel=False, positions=(5, 9, 1)):
-    """Arguments by name: q, k, v and z are views of one packed projection, as `gemv` returns it."""
-    H = K * G
-    widths = {"q": (K, E), "k": (K, E), "v": (H, V), "z": (H, V), "b": (H,), "a": (H, E) if by_channel else (H,)}
-    packed = torch.randn(B, 1, sum(map(math.prod, widths.values()))).to(dtype)
-    parts = packed.split(list(map(math.prod, widths.values())), -1)
-    found = {name: part.unflatten(-1, shape) for part, (name, shape) in zip(parts, widths.items(), strict=True)}
-    for name, shape in {"q_conv": (K * E, 1, W), "k_conv": (K * E, 1, W), "v_conv": (H * V, 1, W)}.items():
-        found[name] = torch.randn(shape).to(dtype)
-    found |= {"a_log": torch.randn(H), "dt_bias": torch.randn(H * (E if by_channel else 1))}
-    found["o_norm"] = torch.randn(V).to(dtype)
-    for name, width in {"cache_q": K * E, "cache_k": K * E, "cache_v": H * V}.items():
-        found[name] = torch.randn(B, width, W - 1).to(dtype)
-    found["cache_state"] = torch.randn(B, H, V, E)
-    return found | {"positions": torch.tensor(positions[:B] + (7,) * (B - len(positions)))[:, None]}
-
-
-def wide(given):
-    return {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
-
-
-def run(given, host=None, **options):
-    """The kernel on copies of the states: o, and the four."""
-    given = given | {name: given[name].clone() for name in STATES}
-    o = KERNEL.run(host or Host(), **given, **options)
-    return o, *(given[name] for name in STATES)
-
-
-def bits(x):
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
-
 
 KDA = {"gate_act": "sigmoid", "scale_in_fp32": True}
 CASES = {
@@ -143,16 +100,8 @@ def test_token_by_token_it_is_the_layer_of_transformers(kind):
     torch.testing.assert_close(torch.cat(out, 1), wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture
-def on_the_cpu():
-    """The op itself, where a graph calls it, is carried out by the harness."""
-    library = torch.library.Library("meshfn_cuda", "IMPL")
-    library.impl("gdn_decode", lambda *args, **kwargs: KERNEL.run(Host(), *args, **kwargs), "CPU")
-    yield
-    library._destroy()
-
-
-def test_the_op_is_an_operator_as_torch_wants_it_and_refuses_gradients(on_the_cpu):
+@carried_out()
+def test_the_op_is_an_operator_as_torch_wants_it_and_refuses_gradients():
     given = case()
     for name in ("gdn_decode", "gdn_step"):
         op = getattr(torch.ops.meshfn_cuda, name).default
@@ -165,135 +114,6 @@ def test_the_op_is_an_operator_as_torch_wants_it_and_refuses_gradients(on_the_cp
 gdn_decode(q_conv=...): it needs a gradient, and cache_q is written in place
     fix: torch.no_grad(), or the plain function to train""",
         )
-
-
-def step(params, x, cache, positions, cfg, **wire):
-    """A step as a program has it: the cache is copied back into its own buffers."""
-    out, new = F.gdn(params, x, cfg, positions=positions, cache=cache, **wire)
-    for old, value in zip(F.tree.leaves(cache), F.tree.leaves(new), strict=True):
-        old.copy_(value)
-    return out
-
-
-def lowered(cfg, *, B=3, S=1, dtype=torch.float32, change=step):
-    """The graph of a step with the kernel, and what does not have one."""
-    params = F.tree.map(torch.Tensor.detach, weights(cfg, dtype))
-    given = [params, torch.randn(B, S, 11).to(dtype), zeros(cfg, B, dtype), torch.tensor([[3], [-1], [0]]).expand(B, S)]
-    graph = dynamo.capture(lambda *args: change(*args, cfg), *given)
-    only = [kernel for kernel in CUDA_KERNELS if kernel.primitive == "gdn_step"]
-    left = lower(graph, Target("cuda", dtype, "sm_90"), tuple(only))
-    return graph, left, given
-
-
-def calls(graph) -> str:
-    names = [str(n.target).removesuffix(".default") for n in graph.graph.nodes if n.op.startswith("call")]
-    return ", ".join(name for name in names if "meshfn" in name or name in ("copy_", "masked_fill"))
-
-
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear"])
-def test_a_lowered_step_is_the_plain_one(on_the_cpu, kind):
-    torch.manual_seed(4)
-    cfg = config(kind, G=1 if kind == "kimi_linear" else 2)
-    with torch.no_grad():
-        graph, left, (params, x, cache, positions) = lowered(cfg)
-        assert [line for line in left if "norm_linear" not in line] == []
-        assert "copy_" not in calls(graph)
-        for leaf in F.tree.leaves(cache):
-            leaf.copy_(torch.randn_like(leaf))
-        plain = F.tree.map(torch.clone, cache)
-        wanted = step(params, x, plain, positions, cfg)
-        compiled = torch.compile(
-            lambda *args: step(*args, cfg), backend=lambda *_: graph.forward, fullgraph=True, dynamic=False
-        )
-        found = compiled(params, x, cache, positions)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(F.tree.leaves(cache), F.tree.leaves(plain), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_within_a_region_it_is_compiled_and_its_states_stay_where_they_are(on_the_cpu):
-    torch.manual_seed(5)
-    given = [case(B=1, E=16, V=40), case(B=1, E=16, V=40)]
-    wanted = [run(each) for each in given]
-    region = dynamo.region(lambda *args: torch.ops.meshfn_cuda.gdn_step(*args) * 2, "layer", lambda *args: 0)
-    step = dynamo.compile_with(lambda *args: (region(*args[0]), region(*args[1])), dynamo.inductor)
-    args = [tuple(each.values()) for each in given]
-    step(*[tuple(x.clone() for x in each) for each in args])
-    found = []
-    assert largest_allocation(lambda: found.extend(step(*args))) < given[0]["cache_state"].nbytes / 4
-    for o, each, (theirs, *states) in zip(found, given, wanted, strict=True):
-        assert bits(o).equal(bits(theirs * 2))
-        assert all(bits(each[name]).equal(bits(x)) for name, x in zip(STATES, states, strict=True))
-
-
-@torch.library.custom_op("meshfn_test::moved", mutates_args=())
-def moved(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@moved.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-class Moves(type(identity)):
-    """Something moves on one edge."""
-
-    def __init__(self, edge):
-        self.edge = edge
-
-    def layer(self, **sizes):
-        return self
-
-    def send(self, **named):
-        return tuple(moved(x) if name == self.edge else x for name, x in named.items())
-
-    def receive(self, *sent, **named):
-        return super().receive(*sent, **dict(zip(named, self.send(**named), strict=True)))
-
-
-def test_nothing_is_joined_past_an_edge_that_moves_something():
-    found = {}
-    for edge in ("none", "q", "o", "v_conv", "a_log", "cache_state"):
-
-        def over(params, x, cache, positions, cfg, edge=edge):
-            return step(params, x, cache, positions, cfg, wire=Moves(edge))
-
-        found[edge] = calls(lowered(config(), change=over)[0])
-    assert_expected_inline(
-        "\n".join(f"{edge:12}{text}" for edge, text in found.items()),
-        """\
-none        meshfn.norm_linear, meshfn_cuda.gdn_step, meshfn.norm_linear
-q           masked_fill, meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.norm_linear
-o           masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn_test.moved, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
-v_conv      meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.norm_linear
-a_log       meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.norm_linear
-cache_state masked_fill, meshfn.norm_linear, meshfn_test.moved, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_""",
-    )
-
-
-def test_nor_where_a_state_is_read_otherwise_or_a_row_has_several_tokens():
-    def kept(params, x, cache, positions, cfg):
-        state = cache.state * 1
-        return step(params, x, cache, positions, cfg), state
-
-    def masked(params, x, cache, positions, cfg):
-        return step(params, x.masked_fill((positions < 1)[..., None], 0), cache, positions, cfg)
-
-    assert_expected_inline(
-        "\n".join(
-            [
-                calls(lowered(config(), change=kept)[0]),
-                calls(lowered(config(), S=2)[0]),
-                calls(lowered(config(), change=masked)[0]),
-            ]
-        ),
-        """\
-masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
-masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
-masked_fill, meshfn.norm_linear, meshfn_cuda.gdn_step, meshfn.norm_linear""",
-    )
 
 
 def test_why_the_kernel_does_not_take_a_step():
@@ -331,53 +151,30 @@ cache_state is not contiguous""",
     )
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3.5-9B", "moonshotai/Kimi-Linear-48B-A3B-Instruct"])
-def test_plan(name, tmp_path):
-    """Of a layer between its norm and its residual: three launches, and two more where gates are of low rank."""
-    (tmp_path / "config.json").write_text(PUBLISHED[name])
-    model = programs.load(tmp_path, abstract=True, layers=(2, 3))
-    plan = programs.plan(model, max_len=1 << 15, chunk=8, device="cuda", arch="sm_90", dtype=torch.bfloat16)
-    (block,) = [block for block in plan.phases["decode"].blocks if block.title == "layers[0]"]
-    rows = [f"{r.names:38} {r.op:12} {r.shape:12} {r.kernel}" for r in block.rows if r.op != "write"]
-    rows += [f"{r.names:38} written by {r.kernel}" for r in block.rows if r.op == "write"]
-    text = "\n".join([str(block), *rows])
-    if name == "Qwen/Qwen3.5-9B":
-        assert_expected_inline(
-            text,
-            """\
-layers[0], reads 418.6 MiB and writes 2.0 MiB
-q k v b a z                            norm_linear  1 1 2048     gemv
-o_BSHV q_state k_state v_state state   gdn_step     1 1 32 128   gdn_decode
-x_BSD                                  linear_add   1 1 4096     gemv
-h_BSF                                  gated_mlp    1 1 12288    gemv
-x_BSD                                  linear_add   1 1 4096     gemv
-cache.q                                written by gdn_decode
-cache.k                                written by gdn_decode
-cache.v                                written by gdn_decode
-cache.state                            written by gdn_decode""",
-        )
-    else:
-        assert_expected_inline(
-            text,
-            """\
-layers[0], reads 200.1 MiB and writes 2.1 MiB
-q k v b a z                            norm_linear  1 1 4096     gemv
-a                                      norm_linear  1 1 4096     gemv
-z                                      norm_linear  1 1 4096     gemv
-o_BSHV q_state k_state v_state state   gdn_step     1 1 32 128   gdn_decode
-x_BSD                                  linear_add   1 1 2304     gemv
-h_BSD                                  normalize    1 1 2304     compiler (no cuda kernel)
-router                                 to           256 2304     compiler
-logits                                 norm_linear  1 1 256      gemv
-to                                     to           256          compiler
-out_BSD                                expert_mlp   1 1 2304     compiler (no cuda kernel)
-h_BSF                                  gated_mlp    1 1 1024     gemv
-out_BSD                                linear_add   1 1 2304     gemv
-cache.q                                written by gdn_decode
-cache.k                                written by gdn_decode
-cache.v                                written by gdn_decode
-cache.state                            written by gdn_decode""",
-        )
+@carried_out()
+def test_bad_input_is_refused_before_a_byte_is_written():
+    wrong = [
+        {"cache_q": torch.zeros(3, 12, 4)}, {"cache_state": torch.zeros(2, 4, 5, 6)}, {"dt_bias": torch.zeros(5)},
+        {"v": torch.zeros(3, 1, 5, 5)}, {"o_norm": torch.zeros(5).double()}, {"k_conv": torch.zeros(4, 1, 12).mT},
+    ]  # fmt: skip
+    messages = []
+    for each in wrong:
+        given = case() | each
+        before = [given[name].clone() for name in STATES]
+        with pytest.raises(ValueError, match="gdn_decode") as error:
+            torch.ops.meshfn_cuda.gdn_step(**given)
+        messages.append(str(error.value).splitlines()[0])
+        assert all(given[name].equal(x) for name, x in zip(STATES, before, strict=True))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+gdn_decode(cache_q=...): U is 3 in the config but 4 in cache_q
+gdn_decode(cache_state=...): B is 3 in q but 2 in cache_state
+gdn_decode(dt_bias=...): 5 numbers, where a has 4 decays
+gdn_decode(z=...): H is 5 in v but 4 in z
+gdn_decode: float32 with float64
+gdn_decode(k_conv=...): F is 12 in the config but 4 in k_conv""",
+    )
 
 
 @pytest.mark.skipif(missing() is not None, reason="NVRTC is not installed")
