@@ -73,10 +73,19 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
         if kernel.primitive != name:
             continue
         reason = kernel.supports(call)
+        if reason is None and not all(_goes_back(node, i, name) for i, name in enumerate(kernel.in_place, 1)):
+            reason = "a result is not copied back, and it writes in place"
         if reason is None:
             return kernel, kernel.name
         reasons.append(f"{kernel.name}: {reason}")
     return None, f"compiler ({'; '.join(reasons) or f'no {target.device} kernel'})"
+
+
+def _goes_back(node: fx.Node, i: int, name: str) -> bool:
+    """Whether the i-th result of a primitive is copied into the argument of a name, and not used otherwise."""
+    results = [user for user in node.users if user.target is operator.getitem and user.args[1] == i]
+    users = [(user.target, user.args) for result in results for user in result.users]
+    return len(results) == 1 and users == [("copy_", (_bound(node)[name], results[0]))]
 
 
 def writer_of(new: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> str:

@@ -10,7 +10,8 @@ from meshfn import programs
 from meshfn.functional.wire import identity
 from meshfn.programs import dynamo
 from meshfn.programs.cuda import CUDA_KERNELS
-from meshfn.programs.lower import lower
+from meshfn.programs.kernel import Kernel
+from meshfn.programs.lower import choose, lower, primitive_name
 from meshfn.programs.sizes import Target
 
 from ..functional.gdn_cases import config, weights, zeros
@@ -147,6 +148,27 @@ def test_nor_where_a_state_is_read_otherwise_or_a_row_has_several_tokens():
 masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
 masked_fill, meshfn.norm_linear, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_
 masked_fill, meshfn.norm_linear, meshfn_cuda.gdn_step, meshfn.norm_linear""",
+    )
+
+
+def test_a_kernel_that_writes_in_place_takes_no_call_whose_results_stay():
+    def both(params, x, cache, positions, cfg):
+        out, new = F.gdn(params, x, cfg, positions=positions, cache=cache)
+        cache.state.copy_(new.state)
+        return out, new.q
+
+    graph, _, _ = lowered(config(), change=both)
+    mine = Kernel("mine", "gated_delta_rule", torch.ops.meshfn_cuda.gdn_step.default, in_place=("state",))
+    other = Kernel("other", "short_conv", torch.ops.meshfn_cuda.gdn_step.default, in_place=("state",))
+    nodes = [node for node in graph.graph.nodes if primitive_name(node) in ("short_conv", "gated_delta_rule")]
+    target = Target("cuda", torch.float32, "sm_90")
+    assert_expected_inline(
+        "\n".join(f"{node.name}: {choose(node, target, (mine, other))[1]}" for node in nodes),
+        """\
+short_conv: compiler (other: a result is not copied back, and it writes in place)
+short_conv_1: compiler (other: a result is not copied back, and it writes in place)
+short_conv_2: compiler (other: a result is not copied back, and it writes in place)
+gated_delta_rule: mine""",
     )
 
 
