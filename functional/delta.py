@@ -28,6 +28,7 @@ import torch.nn.functional as tnf
 from torch import Tensor
 
 from .core import as_dtype, full_precision, wide
+from .primitive import primitive
 from .rows import check_rows, check_state, document_of, documents_before, readable, tokens_of, zero_absent
 from .shapes import ShapeError, check_scale, check_shapes
 
@@ -40,6 +41,7 @@ def l2norm(x: Tensor, *, eps: float = 1e-6) -> Tensor:
     return x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps)
 
 
+@primitive
 def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """g = -exp(a_log) softplus(a + dt_bias), a logarithm and below 0; beta = sigmoid(b).
 

@@ -1,4 +1,4 @@
-"""The two primitives of a gated delta net, over a batch with a cache: its convolution and its rule.
+"""The primitives of a gated delta net, over a batch with a cache: its convolution, its rule, and both in one step.
 
 Rows of a batch go on from their states, begin anew where they hold position 0, and keep every byte where they hold no
 token.
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from .conv import causal_conv
 from .core import as_dtype
-from .delta import gated_delta_rule_step, l2norm
+from .delta import gated_delta_rule_step, gdn_gates, l2norm
 from .delta_chunked import gated_delta_rule_chunked
+from .norm import gated_rms_norm
 from .primitive import primitive
+from .rows import zero_absent
 
-__all__ = ["gated_delta_rule", "short_conv"]
+__all__ = ["gated_delta_rule", "gdn_step", "short_conv"]
 
 
 @partial(primitive, differentiable=False)
@@ -72,6 +74,51 @@ def gated_delta_rule(
         o, new = gated_delta_rule_chunked(q, k, v, g, beta, **told, segment_ids=segment_ids)
     assert new is not None
     return o, _kept(new, state, positions)
+
+
+@partial(primitive, differentiable=False)
+def gdn_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    q_conv: Tensor,
+    k_conv: Tensor,
+    v_conv: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    o_norm: Tensor,
+    cache_q: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_state: Tensor,
+    positions: Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gate_act: str = "silu",
+    eps: float = 1e-6,
+    scale_in_fp32: bool = False,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A gated delta net between its projections, for one token a row: `short_conv`, `gdn_gates`, `gated_delta_rule` and
+    `gated_rms_norm` -> o `B 1 H V`, zeros in rows without a token, and the cache's four states.
+
+    q, k `B 1 K E` and v `B 1 H V` before the convolution, z `B 1 H V`, b `B 1 H`, a `B 1 H` or `B 1 H E`, *_conv
+    `(H E) I W`, a_log `H`, dt_bias as a without B and 1, flat or not, o_norm `V`, states as `GDNCache` has them.
+    As one node: a program's graph has it where nothing stands between the four (`programs/join_gdn`).
+    """
+    told: dict[str, Any] = {"activation": activation, "positions": positions}
+    q, q_state = short_conv(q, q_conv, cache_q, **told)
+    k, k_state = short_conv(k, k_conv, cache_k, **told)
+    v, v_state = short_conv(v, v_conv, cache_v, **told)
+    g, beta = gdn_gates(a, b, a_log, dt_bias.view(a.shape[2:]))
+    beta = 2 * beta if allow_neg_eigval else beta
+    o, state = gated_delta_rule(q, k, v, g, beta, cache_state, positions=positions)
+    o = gated_rms_norm(o, o_norm, z, eps=eps, activation=gate_act, scale_in_fp32=scale_in_fp32)
+    there = None if positions is None else positions >= 0
+    return zero_absent(o, there), q_state, k_state, v_state, state
 
 
 def _begun(state: Tensor | None, positions: Tensor | None) -> Tensor | None:

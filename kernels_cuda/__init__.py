@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import add_rms_norm, gemv
+from . import add_rms_norm, gdn_decode, gemv
 from .compiler import ARCHITECTURES, CompileError, Cubin, compile_kernel, missing
 from .launch import Launch
 from .ops import OPS, Op
@@ -32,12 +32,14 @@ __all__ = [
 @dataclass(frozen=True)
 class Serves:
     """kernel: its name in plans. primitive: what it computes. op: with the primitive's arguments. supports: of the
-    primitive's arguments, by name, and an architecture: None, or the reason why not."""
+    primitive's arguments, by name, and an architecture: None, or the reason why not. in_place: as of
+    `programs.Kernel`."""
 
     kernel: str
     primitive: str
     op: Callable[..., Any]
     supports: Callable[[Mapping[str, Any], str | None], str | None]
+    in_place: tuple[str, ...] = ()
 
 
 KERNELS = (
@@ -46,4 +48,5 @@ KERNELS = (
     Serves("gemv", "plain_mlp", gemv.plain_mlp, gemv.supports),
     Serves("gemv", "linear_add", gemv.linear_add, gemv.supports),
     Serves("add_rms_norm", "add_norm", add_rms_norm.add_norm, add_rms_norm.supports),
+    Serves("gdn_decode", "gdn_step", gdn_decode.gdn_step, gdn_decode.supports, gdn_decode.STATES),
 )

@@ -20,6 +20,10 @@ __device__ __forceinline__ void griddep_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// Begin to bring what lies at p from memory. What another kernel still writes there is not read too early by that: all
+// of them read and write through the cache it is brought to.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 #else
 #include "simt.hpp"
 

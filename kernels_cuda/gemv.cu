@@ -1,6 +1,6 @@
-// A few tokens through up to four weights that lie where they lie:
+// A few tokens through up to six weights that lie where they lie:
 //
-//   y[n, f] = end( sum_d norm(x)[n, d] * w[f, d] )            x `N D`, w_i `F_i D`, out `N F_0 + .. + F_3`
+//   y[n, f] = end( sum_d norm(x)[n, d] * w[f, d] )            x `N D`, w_i `F_i D`, out `N F_0 + .. + F_5`
 //
 // with an RMSNorm in front, or none, and one of these at the end: nothing, an activation, the activation of one weight's
 // result times the other's, a residual. Each is rounded where the plain functions round.
@@ -20,10 +20,10 @@ enum Norm { NO_NORM, RMS = 4, RMS_ZERO_CENTERED = 5, RMS_IN_FP32 = 6, RMS_ZERO_C
 
 // The weights, stacked: row f of the stack is row f - first of one of them.
 template <class T> struct Stack {
-  const T* weight[4];
-  const T* bias[4];
-  int rows[4];
-  long long stride[4];
+  const T* weight[6];
+  const T* bias[6];
+  int rows[6];
+  long long stride[6];
 };
 
 // Row f and its bias; null where there is none.
@@ -34,7 +34,7 @@ template <class T> struct Row {
 
 template <class T> __device__ __forceinline__ Row<T> row_of(const Stack<T>& stack, int f) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < 6; i++) {
     if (f < stack.rows[i]) return {stack.weight[i] + f * stack.stride[i], stack.bias[i] ? stack.bias[i] + f : nullptr};
     f -= stack.rows[i];
   }
@@ -46,9 +46,10 @@ template <class T> __device__ __forceinline__ Row<T> row_of(const Stack<T>& stac
 template <class T, int VEC, int TOKENS, int ROWS, Norm NORM>
 __global__ void __launch_bounds__(THREADS)
     gemv(const T* x, long long x_stride, const T* norm_weight, const T* w0, const T* w1, const T* w2, const T* w3,
-         const T* b0, const T* b1, const T* b2, const T* b3, int f0, int f1, int f2, int f3, long long s0, long long s1,
-         long long s2, long long s3, const T* residual, long long residual_stride, T* out, float* partial,
-         unsigned* arrived, int tokens, int width, int end, int activation, float eps) {
+         const T* w4, const T* w5, const T* b0, const T* b1, const T* b2, const T* b3, const T* b4, const T* b5, int f0,
+         int f1, int f2, int f3, int f4, int f5, long long s0, long long s1, long long s2, long long s3, long long s4,
+         long long s5, const T* residual, long long residual_stride, T* out, float* partial, unsigned* arrived,
+         int tokens, int width, int end, int activation, float eps) {
   constexpr int AHEAD = 8 / ROWS;  // loads of each row in flight
   __shared__ float parts[WARPS][TOKENS * ROWS];
   __shared__ float squares[WARPS][TOKENS];
@@ -56,8 +57,9 @@ __global__ void __launch_bounds__(THREADS)
   __shared__ bool last;
   griddep_launch();
 
-  const Stack<T> stack = {{w0, w1, w2, w3}, {b0, b1, b2, b3}, {f0, f1, f2, f3}, {s0, s1, s2, s3}};
-  const int outputs = end == GATED ? f0 : f0 + f1 + f2 + f3;
+  const Stack<T> stack = {
+      {w0, w1, w2, w3, w4, w5}, {b0, b1, b2, b3, b4, b5}, {f0, f1, f2, f3, f4, f5}, {s0, s1, s2, s3, s4, s5}};
+  const int outputs = end == GATED ? f0 : f0 + f1 + f2 + f3 + f4 + f5;
   const int taken = end == GATED ? ROWS / 2 : ROWS;  // outputs of this block
   const int first = blockIdx.x * taken;
   auto stacked = [&](int i) {  // the block's i-th row of the stack; gated: rows of gate and up in turn

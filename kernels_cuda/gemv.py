@@ -1,4 +1,4 @@
-"""A few tokens through one to four weights: `gemv.cu`, and the primitives it serves.
+"""A few tokens through one to six weights: `gemv.cu`, and the primitives it serves.
 
 Letters: N tokens, D width, F_i output width of the i-th weight.
 """
@@ -17,13 +17,13 @@ from ..functional.shapes import ShapeError, check_shapes
 from .device import scratch
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule, tokens_of
+from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, dtype_rule, tokens_of
 
 __all__ = ["MOST_TOKENS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
 
 # With more, a product by tensor cores reads a weight as fast.
 MOST_TOKENS = 8
-MOST_WEIGHTS = 4
+MOST_WEIGHTS = 6
 _ENDS = ("plain", "act", "gated", "residual")
 _ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu2")
 # (zero_centered, scale_in_fp32) -> the kernel's name of it
@@ -44,10 +44,14 @@ def _reference(
     w1: Tensor | None,
     w2: Tensor | None,
     w3: Tensor | None,
+    w4: Tensor | None,
+    w5: Tensor | None,
     b0: Tensor | None,
     b1: Tensor | None,
     b2: Tensor | None,
     b3: Tensor | None,
+    b4: Tensor | None,
+    b5: Tensor | None,
     residual: Tensor | None,
     *,
     end: str,
@@ -71,33 +75,22 @@ def _reference(
     if end == "residual":
         assert residual is not None
         return F.linear_add(x, w0, residual, b0)
-    there = [(w, b) for w, b in zip((w0, w1, w2, w3), (b0, b1, b2, b3), strict=True) if w is not None]
+    pairs = zip((w0, w1, w2, w3, w4, w5), (b0, b1, b2, b3, b4, b5), strict=True)
+    there = [(w, b) for w, b in pairs if w is not None]
     found = F.norm_linear(x, norm_weight, [w for w, _ in there], [b for _, b in there], **norm)
     return torch.cat(found, -1)
 
 
-def _outputs(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    w0: Tensor,
-    w1: Tensor | None,
-    w2: Tensor | None,
-    w3: Tensor | None,
-    b0: Tensor | None,
-    b1: Tensor | None,
-    b2: Tensor | None,
-    b3: Tensor | None,
-    residual: Tensor | None,
-    *,
-    end: str,
-    **options: Any,
-) -> Tensor:
+def _outputs(x: Tensor, norm_weight: Tensor | None, *rest: Tensor | None, end: str, **options: Any) -> Tensor:
+    weights, biases, residual = rest[:MOST_WEIGHTS], rest[MOST_WEIGHTS:-1], rest[-1]
+    named = {f"w{i}": w for i, w in enumerate(weights)} | {f"b{i}": b for i, b in enumerate(biases)}
+    check_dtype("gemv", x=x, norm_weight=norm_weight, **named, residual=residual)
     sizes = check_shapes("gemv", x=(x, "N D"), norm_weight=(norm_weight, "D"))
     widths = []
-    for i, (w, b) in enumerate(zip((w0, w1, w2, w3), (b0, b1, b2, b3), strict=True)):
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         given = {f"w{i}": (w, "F D"), f"b{i}": (b, "F")}
         widths.append(check_shapes("gemv", {"D": sizes["D"]}, **given).get("F", 0))
-    if end == "gated" and widths != [widths[0]] * 2 + [0, 0]:
+    if end == "gated" and (widths[0] != widths[1] or any(widths[2:])):
         raise ShapeError(f"gemv(end='gated'): two weights of one width are needed, not of {widths}")
     out = x.new_empty(x.shape[0], widths[0] if end == "gated" else sum(widths))
     check_shapes("gemv", {"N": x.shape[0], "F": out.shape[1]}, residual=(residual, "N F"))
@@ -112,10 +105,14 @@ def _launches(
     w1: Tensor | None,
     w2: Tensor | None,
     w3: Tensor | None,
+    w4: Tensor | None,
+    w5: Tensor | None,
     b0: Tensor | None,
     b1: Tensor | None,
     b2: Tensor | None,
     b3: Tensor | None,
+    b4: Tensor | None,
+    b5: Tensor | None,
     residual: Tensor | None,
     *,
     end: str,
@@ -124,7 +121,7 @@ def _launches(
     zero_centered: bool,
     scale_in_fp32: bool,
 ) -> list[Launch]:
-    weights = [w0, w1, w2, w3]
+    weights = [w0, w1, w2, w3, w4, w5]
     (tokens, width), outputs = x.shape, out.shape[1]
     vector = vector_length(None, x, norm_weight, *weights)
     # As many rows a block as keep their sums and a few loads in registers.
@@ -146,7 +143,7 @@ def _launches(
         grid=(blocks if tokens else 0, shares, 1),
         block=(128, 1, 1),
         args=(
-            *(x, long(x.stride(0)), norm_weight, *weights, b0, b1, b2, b3),
+            *(x, long(x.stride(0)), norm_weight, *weights, b0, b1, b2, b3, b4, b5),
             *(integer(0 if w is None else w.shape[0]) for w in weights),
             *(long(0 if w is None else w.stride(0)) for w in weights),
             *(residual, long(0 if residual is None else residual.stride(0)), out, partial, counters),

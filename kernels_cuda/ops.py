@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..functional.primitive import PRIMITIVES
+from .in_place import functional_form
 from .launch import Launch
 
-__all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "vector_length"]
+__all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "in_place", "vector_length"]
 
 NAMESPACE = "meshfn_cuda"
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -28,38 +29,43 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 @dataclass(frozen=True)
 class Op:
     """reference: the plain function, whose annotations are the op's schema. outputs: of the same arguments, what the op
-    returns, uninitialised. launches: of those outputs and the same arguments, what is run."""
+    returns, uninitialised. launches: of those outputs and the same arguments, what is run. mutates: arguments written
+    in place, by the reference too; such an op has no gradient."""
 
     name: str
     reference: Callable[..., Any]
     outputs: Callable[..., Any]
     launches: Callable[..., Sequence[Launch]]
+    mutates: tuple[str, ...] = ()
 
     def run(self, execute: Callable[[Launch], None], *args: Any, **kwargs: Any) -> Any:
         """The op by another way to execute a launch. `execute` finds arguments that live as long as the call."""
         given = inspect.signature(self.reference).bind(*args, **kwargs)
         given.apply_defaults()
-        _check_alike(self.name, given.arguments)
-        out = self.outputs(**given.arguments)
-        for launch in self.launches(out, **given.arguments):
+        _check_device(self.name, given.arguments)
+        if self.mutates and torch.is_grad_enabled():
+            self._refuse_gradients(given.arguments)
+        out = self.outputs(*given.args, **given.kwargs)
+        for launch in self.launches(out, *given.args, **given.kwargs):
             if math.prod(launch.grid):
                 execute(launch)
         return out
 
+    def _refuse_gradients(self, given: Mapping[str, Any]) -> None:
+        name = next((name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad), None)
+        if name is not None:
+            raise RuntimeError(
+                f"{self.name}({name}=...): it needs a gradient, and {self.mutates[0]} is written in place\n"
+                "    fix: torch.no_grad(), or the plain function to train"
+            )
 
-def _check_alike(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise `TypeError` unless all floating-point tensors have one dtype, and all tensors one device."""
+
+def _check_device(name: str, arguments: Mapping[str, Any]) -> None:
     tensors = {argument: t for argument, t in arguments.items() if isinstance(t, Tensor)}
     first = next(iter(tensors))
     for argument, t in tensors.items():
-        other = tensors[first]
-        if t.device != other.device:
-            raise TypeError(f"{name}({argument}=...): it is on {t.device}, and {first} on {other.device}")
-        if t.dtype != other.dtype and t.dtype.is_floating_point:
-            raise TypeError(
-                f"{name}({argument}=...): it is {t.dtype}, and {first} {other.dtype}\n"
-                f"    fix: {argument}.to({first}.dtype)"
-            )
+        if t.device != tensors[first].device:
+            raise TypeError(f"{name}({argument}=...): it is on {t.device}, and {first} on {tensors[first].device}")
 
 
 # name -> op
@@ -68,14 +74,17 @@ OPS: dict[str, Op] = {}
 
 def define(op: Op) -> Callable[..., Any]:
     """Register `torch.ops.meshfn_cuda.<op.name>` and return a function of the same arguments that calls it, and that
-    `torch.func` can transform."""
+    `torch.func` can transform; of an op that writes in place the overload itself."""
     OPS[op.name] = op
     name = f"{NAMESPACE}::{op.name}"
-    _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=()))
+    _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=op.mutates))
     _library.impl(op.name, lambda *args, **kwargs: op.run(_on_gpu, *args, **kwargs), "CUDA")
     torch.library.register_fake(name, op.outputs, lib=_library)
+    opaque: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), op.name).default
+    if op.mutates:
+        return opaque
     torch.library.register_autograd(name, _backward(op), setup_context=_keep, lib=_library)
-    function = _differentiable(op, getattr(getattr(torch.ops, NAMESPACE), op.name).default)
+    function = _differentiable(op, opaque)
     signature = inspect.signature(op.reference)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -90,6 +99,17 @@ def composite(primitive: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     _library.impl(primitive, fn, "CompositeImplicitAutograd")
     # Where a transform of torch.func takes a call over: below this key its own functions are not found any more.
     _library.impl(primitive, fn, "FuncTorchDynamicLayerFrontMode")
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
+    return overload
+
+
+def in_place(primitive: str, op: Op) -> Callable[..., Any]:
+    """Register an op that writes in place, and `torch.ops.meshfn_cuda.<primitive>`, which is that op in a graph too."""
+    opaque = define(op)
+    _library.define(primitive + torch.library.infer_schema(op.reference, mutates_args=op.mutates))
+    _library.impl(primitive, opaque, "CompositeImplicitAutograd")
+    functional = functional_form(opaque, inspect.signature(op.reference), op.mutates)
+    _library.impl(primitive, functional, "Functionalize")
     overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
     return overload
 

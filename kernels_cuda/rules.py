@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = ["CPP_TYPES", "arch_rule", "by_rows", "dtype_rule", "tokens_of"]
+__all__ = ["CPP_TYPES", "arch_rule", "by_rows", "check_dtype", "dtype_rule", "tokens_of"]
 
 CPP_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -31,6 +31,18 @@ def dtype_rule(x: Tensor, *others: Tensor | None) -> str | None:
         return f"no {_name(x.dtype)}"
     other = next((t.dtype for t in others if t is not None and t.dtype != x.dtype), None)
     return None if other is None else f"{_name(x.dtype)} with {_name(other)}"
+
+
+def check_dtype(op: str, **tensors: Tensor | None) -> None:
+    """Raise `TypeError` unless all have the dtype of the first."""
+    given = {name: t for name, t in tensors.items() if t is not None}
+    first = next(iter(given))
+    for name, t in given.items():
+        if t.dtype != given[first].dtype:
+            raise TypeError(
+                f"{op}({name}=...): it is {t.dtype}, and {first} {given[first].dtype}\n"
+                f"    fix: {name}.to({first}.dtype)"
+            )
 
 
 def tokens_of(x: Tensor) -> int:

@@ -12,7 +12,7 @@ def _entry(serves: Serves) -> Kernel:
     def supports(call: Call) -> str | None:
         return serves.supports(call.arguments, call.target.arch)
 
-    return Kernel(serves.kernel, serves.primitive, serves.op, supports)
+    return Kernel(serves.kernel, serves.primitive, serves.op, supports, serves.in_place)
 
 
 CUDA_KERNELS = tuple(map(_entry, KERNELS))

@@ -29,12 +29,15 @@ class Kernel:
     primitive: the name it serves, such as "gated_mlp". op: takes the primitive's arguments and returns its results,
         an op such as `torch.ops.mylib.gated.default`, which the compiler takes as it is.
     supports: None for a call it can compute, else the reason why not, in a few words.
+    in_place: arguments that the op writes instead of returning the results behind the first, in their order. Such a
+        kernel takes no call whose results are not copied there, or are used otherwise.
     """
 
     name: str
     primitive: str
     op: Callable[..., Any]
     supports: Callable[[Call], str | None] = field(default=lambda call: None)
+    in_place: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not is_operator(self.op):

@@ -7,6 +7,7 @@ call, the node becomes the kernel's op; elsewhere it stays, decomposes into its 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
@@ -19,10 +20,11 @@ from .cpu import CPU_KERNELS
 from .cuda import CUDA_KERNELS
 from .dynamo import op_name, region_of, value_of
 from .join import join
+from .join_gdn import join_gdn
 from .kernel import Call, Kernel
 from .sizes import Target
 
-__all__ = ["KERNELS", "choose", "join_all", "lower", "primitive_name", "share_read", "walk", "with_table"]
+__all__ = ["KERNELS", "choose", "join_all", "lower", "primitive_name", "share_read", "walk", "with_table", "writer_of"]
 
 
 # device type -> the kernels tried in turn. Open: `build(kernels=...)` takes more, which are tried first.
@@ -71,10 +73,29 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
         if kernel.primitive != name:
             continue
         reason = kernel.supports(call)
+        if reason is None and not all(_goes_back(node, i, name) for i, name in enumerate(kernel.in_place, 1)):
+            reason = "a result is not copied back, and it writes in place"
         if reason is None:
             return kernel, kernel.name
         reasons.append(f"{kernel.name}: {reason}")
     return None, f"compiler ({'; '.join(reasons) or f'no {target.device} kernel'})"
+
+
+def _goes_back(node: fx.Node, i: int, name: str) -> bool:
+    """Whether the i-th result of a primitive is copied into the argument of a name, and not used otherwise."""
+    results = [user for user in node.users if user.target is operator.getitem and user.args[1] == i]
+    users = [(user.target, user.args) for result in results for user in result.users]
+    return len(results) == 1 and users == [("copy_", (_bound(node)[name], results[0]))]
+
+
+def writer_of(new: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> str:
+    """Who writes a new value to where it is copied: the kernel that makes it, in place, or the compiler."""
+    call = new.args[0] if new.target is operator.getitem else None
+    if isinstance(call, fx.Node) and primitive_name(call) is not None:
+        kernel, name = choose(call, target, kernels)
+        if kernel is not None and kernel.in_place:
+            return name
+    return "compiler"
 
 
 def walk(graph: fx.GraphModule) -> Iterator[fx.Node]:
@@ -90,9 +111,12 @@ def walk(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...]) -> None:
     """Make the larger primitives of which a kernel computes more at once, within `graph` and its regions."""
-    if not any(kernel.primitive in ("linear_add", "add_norm") for kernel in kernels):
-        return
+    served = {kernel.primitive for kernel in kernels}
     for each in {node.graph for node in walk(graph)}:
+        if "gdn_step" in served:
+            join_gdn(each)
+        if served.isdisjoint(("linear_add", "add_norm")):
+            continue
         while join(each, lambda node: choose(node, target, kernels)[0] is not None):
             pass
 
@@ -110,9 +134,23 @@ def lower(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...]) ->
             left.append(f"{node.name} ({primitive_name(node)}): {reason}")
         else:
             node.target = kernel.op
+            if kernel.in_place:
+                _leave_out_copies(node)
             changed.add(node.graph)
     for each in changed:
         each.lint()
         assert each.owning_module is not None
         each.owning_module.recompile()
     return left
+
+
+def _leave_out_copies(node: fx.Node) -> None:
+    """Of a node that now returns its first result alone: the others' copies go, into what its op writes itself."""
+    for result in list(node.users):
+        if result.args[1] == 0:
+            result.replace_all_uses_with(node)
+            node.meta["example_value"], name = value_of(result), result.name
+        for copy in list(result.users):
+            node.graph.erase_node(copy)
+        node.graph.erase_node(result)
+    node.name = name

@@ -21,7 +21,7 @@ from ..functional.mla import is_absorbed
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .kernel import Kernel
-from .lower import choose, join_all, lower, primitive_name, share_read
+from .lower import choose, join_all, lower, primitive_name, share_read, writer_of
 from .model import Model, count_text
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -313,7 +313,8 @@ class _Reader:
             assert isinstance(written, fx.Node)
             new, whose = dynamo.value_of(written), re.sub(r"^cache\[\d+\]", "cache", inputs[into])
             writes = _bytes(new if self.in_place else dynamo.value_of(into))
-            return PlanRow(whose, "write", shape_text(new), "compiler", True, writes=writes)
+            writer = writer_of(source, self.target, self.kernels)
+            return PlanRow(whose, "write", shape_text(new), writer, True, writes=writes)
         weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
         if weights and dynamo.region_of(node) is None and node.op != "output":
             op = node.target if isinstance(node.target, str) else node.target.__name__
@@ -323,7 +324,7 @@ class _Reader:
 
 
 # Primitives that carry a state, of which they read all, whatever the context.
-_OF_STATES = ("short_conv", "gated_delta_rule")
+_OF_STATES = ("short_conv", "gated_delta_rule", "gdn_step")
 # Operations that read nothing, or a cache for what reads their result.
 _VIEWS = ("narrow", "split", "index_put", "masked_fill", "unsqueeze", "getitem", "cat")
 

@@ -208,7 +208,7 @@ decode   B=2 S=1 T<=224
     k_BSKE k_state          short_conv        2 1 2 24   reads       1.9 KiB  taps
     v_BSHV v_state          short_conv        2 1 4 40   reads       6.2 KiB  taps
     bias                    view              4          reads          16 B  compiler
-    rate                    exp               4          reads          16 B  compiler
+    g beta_BSH              gdn_gates         2 1 4      reads          16 B  compiler (no cpu kernel)
     o_BSHV state            gated_delta_rule  2 1 4 40   reads      30.0 KiB  two_passes
     o_BSHV                  gated_rms_norm    2 1 4 40   reads         160 B  compiler (no cpu kernel)
     out_BSD                 norm_linear       2 1 48     reads      30.0 KiB  gemv

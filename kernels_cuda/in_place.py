@@ -1,0 +1,42 @@
+"""Ops that write their arguments, within a region of a compiled graph. The only file that touches torch's
+functionalization.
+
+Where torch makes a graph functional it turns an op that writes into one that returns what it would have written, and
+Inductor turns that back. Within a region (`nested_compile_region`) torch 2.13 does so by `torch.func.functionalize`,
+which refuses any op of somebody else's that writes. What it should have done there is done here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["functional_form"]
+
+
+def functional_form(op: Callable[..., Any], signature: inspect.Signature, mutates: tuple[str, ...]) -> Any:
+    """What stands for a call of an op while it is made functional. op: an overload of one result, with a signature;
+    mutates: the arguments that it writes, in their order."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+        from torch._higher_order_ops.auto_functionalize import auto_functionalized
+        from torch._subclasses.functional_tensor import CppFunctionalizeAPI, FunctorchFunctionalizeAPI
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        region: Any = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())  # type: ignore[arg-type]
+        plain = {name: region.unwrap_tensors(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+        with region.redispatch_to_next(), CppFunctionalizeAPI().redispatch_to_next():
+            out, *written = auto_functionalized(op, **plain)  # type: ignore[arg-type]
+        for name, new in zip(mutates, written, strict=True):
+            region.replace(given[name], new)
+            region.commit_update(given[name])
+            region.sync(given[name])
+        return region.wrap_tensors(out)
+
+    return call
