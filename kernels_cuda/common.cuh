@@ -27,6 +27,7 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 #else
 #include "simt.hpp"
 
+// A launch begins when the one before it has ended.
 __device__ inline void griddep_wait() {}
 __device__ inline void griddep_launch() {}
 #endif

@@ -17,7 +17,8 @@ constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
 // Blocks that a multiprocessor's registers must hold at once.
-template <int W, int COLUMNS> constexpr int TOGETHER = W <= 4 && COLUMNS <= THREADS ? 4 : 2;
+template <int W, int COLUMNS, int ROWS>
+constexpr int TOGETHER = W > 4 || COLUMNS > THREADS ? 2 : ROWS > 2 ? 3 : 4;
 
 // W numbers of a channel: its weights, or its tokens, the latest last.
 template <class T, int W> struct Taps {
@@ -32,11 +33,11 @@ template <class T, int W> __device__ __forceinline__ Taps<T, W> weights_of(const
 }
 
 template <class T, int W>
-__device__ __forceinline__ Taps<T, W> tokens_of(const T* kept, long long channel, T now, bool begins) {
+__device__ __forceinline__ Taps<T, W> tokens_of(const T* kept, int tap, T now, bool begins) {
   Taps<T, W> found;
 #pragma unroll
   for (int i = 0; i < W - 1; i++) {
-    const T old = kept[channel * (W - 1) + i];
+    const T old = kept[i * tap];
     found.at[i] = begins ? narrow<T>(0.f) : old;  // of a row that begins it may be anything
   }
   found.at[W - 1] = now;
@@ -44,9 +45,9 @@ __device__ __forceinline__ Taps<T, W> tokens_of(const T* kept, long long channel
 }
 
 template <class T, int W>
-__device__ __forceinline__ void keep(T* kept, long long channel, const Taps<T, W>& tokens) {
+__device__ __forceinline__ void keep(T* kept, int tap, const Taps<T, W>& tokens) {
 #pragma unroll
-  for (int i = 0; i < W - 1; i++) kept[channel * (W - 1) + i] = tokens.at[i + 1];
+  for (int i = 0; i < W - 1; i++) kept[i * tap] = tokens.at[i + 1];
 }
 
 template <class T, int W>
@@ -69,15 +70,16 @@ template <int LANES> __device__ __forceinline__ float lanes_sum(float x) {
 }
 
 // T: of activations, GATE: of a_log and dt_bias. VEC: numbers a load, of which E is a multiple. PER: loads of a thread
-// for a row of V. A block's grid index: its rows of V, value head, row of the batch. *_row, *_head: from one to the
-// next. positions: 0 where a row begins, below 0 where there is no token.
+// for a row of V. A block's grid index: its rows of V, value head, row of the batch. *_row, *_head, *_channel,
+// *_tap: from one to the next. positions: 0 where a row begins, below 0 where there is no token.
 template <class T, class GATE, int W, int VEC, int PER, int LANES, int ROWS>
-__global__ void __launch_bounds__(THREADS, (TOGETHER<W, LANES * PER * VEC>))
+__global__ void __launch_bounds__(THREADS, (TOGETHER<W, LANES * PER * VEC, ROWS>))
     gdn_decode(const T* q, long long q_row, long long q_head, const T* k, long long k_row, long long k_head, const T* v,
                long long v_row, long long v_head, const T* z, long long z_row, long long z_head, const T* b,
                long long b_row, long long b_head, const T* a, long long a_row, long long a_head, const T* q_conv,
                const T* k_conv, const T* v_conv, const GATE* a_log, const GATE* dt_bias, const T* o_norm, T* cache_q,
-               T* cache_k, T* cache_v, float* state, const long long* positions, long long position_row, T* out,
+               T* cache_k, long long qk_kept_row, int qk_channel, int qk_tap, T* cache_v, long long v_kept_row,
+               int v_channel, int v_tap, float* state, const long long* positions, long long position_row, T* out,
                unsigned* arrived, int G, int E, int V, int by_channel, int activation, int gate_is_silu, float eps,
                int scale_in_fp32, float most_beta, float scale) {
   constexpr int COLUMNS = LANES * PER * VEC;  // E and, behind it, zeros
@@ -95,6 +97,7 @@ __global__ void __launch_bounds__(THREADS, (TOGETHER<W, LANES * PER * VEC>))
   const int here = min(ROWS * SIDE, V - first);  // rows of V of this block
   float* S = state + (of_head * V + first) * E;
   out += of_head * V + first;
+  const long long kept_at = row * qk_kept_row + key_head * E * qk_channel;
 
   // Before the kernel in front has ended: it writes no weight.
   for (int i = t * 32; i < here * E; i += THREADS * 32) prefetch(S + i);
@@ -136,8 +139,8 @@ __global__ void __launch_bounds__(THREADS, (TOGETHER<W, LANES * PER * VEC>))
     if (c >= COLUMNS) continue;
     float q_c = 0.f, k_c = 0.f, decay_c = 0.f;
     if (c < E) {
-      q_c = convolved(tokens_of<T, W>(cache_q, of_key * E + c, q[c], begins), q_taps[i], activation);
-      k_c = convolved(tokens_of<T, W>(cache_k, of_key * E + c, k[c], begins), k_taps[i], activation);
+      q_c = convolved(tokens_of<T, W>(cache_q + kept_at + c * qk_channel, qk_tap, q[c], begins), q_taps[i], activation);
+      k_c = convolved(tokens_of<T, W>(cache_k + kept_at + c * qk_channel, qk_tap, k[c], begins), k_taps[i], activation);
       decay_c = expf(rate * softplus(wide(a[by_channel ? c : 0]) + wide(dt_bias[by_channel ? c : 0])));
     }
     sums[0] = fmaf(q_c, q_c, sums[0]), sums[1] = fmaf(k_c, k_c, sums[1]), sums[2] = fmaf(q_c, k_c, sums[2]);
@@ -147,10 +150,10 @@ __global__ void __launch_bounds__(THREADS, (TOGETHER<W, LANES * PER * VEC>))
     decayed_query[c / VEC].at[c % VEC] = decay_c * q_c;
   }
   if (t < here) {
-    const long long channel = of_head * V + first + t;
-    const Taps<T, W> tokens = tokens_of<T, W>(cache_v, channel, v[row * v_row + head * v_head + first + t], begins);
+    T* kept = cache_v + row * v_kept_row + (head * V + first + t) * v_channel;
+    const Taps<T, W> tokens = tokens_of<T, W>(kept, v_tap, v[row * v_row + head * v_head + first + t], begins);
     value[t] = convolved(tokens, v_taps, activation);
-    keep(cache_v, channel, tokens);
+    keep(kept, v_tap, tokens);
   }
   const float beta = most_beta * sigmoid(wide(b[row * b_row + head * b_head]));
   block_sum<3, WARPS>(sums, parts);
@@ -208,8 +211,8 @@ __global__ void __launch_bounds__(THREADS, (TOGETHER<W, LANES * PER * VEC>))
   __threadfence();
 
   for (int c = t; c < E; c += THREADS) {
-    keep(cache_q, of_key * E + c, tokens_of<T, W>(cache_q, of_key * E + c, q[c], begins));
-    keep(cache_k, of_key * E + c, tokens_of<T, W>(cache_k, of_key * E + c, k[c], begins));
+    keep(cache_q + kept_at + c * qk_channel, qk_tap, tokens_of<T, W>(cache_q + kept_at + c * qk_channel, qk_tap, q[c], begins));
+    keep(cache_k + kept_at + c * qk_channel, qk_tap, tokens_of<T, W>(cache_k + kept_at + c * qk_channel, qk_tap, k[c], begins));
   }
   out -= of_head * V + first;
   for (int h = key_head * G + t / 32; h < (key_head + 1) * G; h += WARPS) {  // a warp takes a head

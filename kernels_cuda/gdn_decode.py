@@ -137,7 +137,8 @@ def _launches(
         block=(_THREADS, 1, 1),
         args=(
             *(each for three in by_heads for each in three),
-            *(q_conv, k_conv, v_conv, a_log, dt_bias, o_norm, cache_q, cache_k, cache_v, cache_state),
+            *(q_conv, k_conv, v_conv, a_log, dt_bias, o_norm, cache_q, cache_k, *_strides(cache_k)),
+            *(cache_v, *_strides(cache_v), cache_state),
             *(positions, long(0 if positions is None or len(positions) == 1 else positions.stride(0)), out),
             *(scratch(out.device, rows * key_heads), integer(heads // key_heads), integer(E), integer(V)),
             *(integer(a.dim() == 4), integer(_ACTIVATIONS.index(activation)), integer(gate_act == "silu")),
@@ -146,6 +147,11 @@ def _launches(
         programmatic=True,
     )
     return [launch]
+
+
+def _strides(cache: Tensor) -> tuple[ctypes.c_longlong, ctypes.c_int, ctypes.c_int]:
+    row, channel, tap = cache.stride()
+    return ctypes.c_longlong(row), ctypes.c_int(channel), ctypes.c_int(tap)
 
 
 def _shape(vectors: int, most: int) -> tuple[int, int]:
@@ -183,7 +189,9 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
         return f"W={taps}, at most {MOST_TAPS}"
     if (activation := arguments["activation"]) not in _ACTIVATIONS:
         return f"no {activation}"
-    for name, each in {**weights, **states}.items():
+    for name, each in {**weights, "cache_state": states["cache_state"]}.items():
         if not each.is_contiguous():
             return f"{name} is not contiguous"
+    if states["cache_q"].stride() != states["cache_k"].stride():
+        return "cache_q lies otherwise than cache_k"
     return by_rows(**{name: [each] for name, each in tokens.items() if name not in "ba" or each.dim() == 4})

@@ -13,8 +13,9 @@ from meshfn.functional.recurrence import gdn_step
 from meshfn.kernels_cuda import ARCHITECTURES, compile_kernel, gdn_decode, missing
 
 from ..functional.gdn_cases import module, zeros
-from .gdn_step_cases import KERNEL, STATES, bits, carried_out, case, run, wide
+from .gdn_step_cases import KERNEL, STATES, bits, case, run, wide
 from .harness import Host
+from .ops import host_ops
 
 KDA = {"gate_act": "sigmoid", "scale_in_fp32": True}
 CASES = {
@@ -100,7 +101,7 @@ def test_token_by_token_it_is_the_layer_of_transformers(kind):
     torch.testing.assert_close(torch.cat(out, 1), wanted, rtol=1e-5, atol=1e-5)
 
 
-@carried_out()
+@host_ops()
 def test_the_op_is_an_operator_as_torch_wants_it_and_refuses_gradients():
     given = case()
     for name in ("gdn_decode", "gdn_step"):
@@ -151,7 +152,7 @@ cache_state is not contiguous""",
     )
 
 
-@carried_out()
+@host_ops()
 def test_bad_input_is_refused_before_a_byte_is_written():
     wrong = [
         {"cache_q": torch.zeros(3, 12, 4)}, {"cache_state": torch.zeros(2, 4, 5, 6)}, {"dt_bias": torch.zeros(5)},

@@ -149,10 +149,10 @@ def test_opcheck(name):
         x = leaf[0]
         norm = {"eps": 1e-6, "zero_centered": True, "scale_in_fp32": True}
         if end == "linear_add":
-            given = (x, None, leaf[1], None, None, None, leaf[3], None, None, None, leaf[2])
+            given = (x, None, leaf[1], *[None] * 5, leaf[3], *[None] * 5, leaf[2])
             torch.library.opcheck(OPS.gemv.default, given, {"end": "residual", "activation": None, **norm})
         else:
-            given = (x, leaf[1], leaf[2], leaf[3], *[None] * 7)
+            given = (x, leaf[1], leaf[2], leaf[3], *[None] * 11)
             torch.library.opcheck(OPS.gemv.default, given, {"end": "gated", "activation": "gelu", **norm})
 
 

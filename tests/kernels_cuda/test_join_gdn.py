@@ -17,7 +17,8 @@ from meshfn.programs.sizes import Target
 from ..functional.gdn_cases import config, weights, zeros
 from ..programs.published import PUBLISHED
 from ..programs.test_donation import largest_allocation
-from .gdn_step_cases import STATES, bits, carried_out, case, run
+from .gdn_step_cases import STATES, bits, case, run
+from .ops import host_ops
 
 
 def step(params, x, cache, positions, cfg, **wire):
@@ -43,7 +44,7 @@ def calls(graph) -> str:
     return ", ".join(name for name in names if "meshfn" in name or name in ("copy_", "masked_fill"))
 
 
-@carried_out()
+@host_ops()
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear"])
 def test_a_lowered_step_is_the_plain_one(kind):
     torch.manual_seed(4)
@@ -65,7 +66,7 @@ def test_a_lowered_step_is_the_plain_one(kind):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@carried_out()
+@host_ops()
 @torch.no_grad()
 def test_within_a_region_it_is_compiled_and_its_states_stay_where_they_are():
     torch.manual_seed(5)
