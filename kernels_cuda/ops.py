@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional.primitive import PRIMITIVES
+from ..functional.primitive import NAMESPACE as PLAIN
 from .launch import Launch
 
 __all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "vector_length"]
@@ -28,12 +28,14 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 @dataclass(frozen=True)
 class Op:
     """reference: the plain function, whose annotations are the op's schema. outputs: of the same arguments, what the op
-    returns, uninitialised. launches: of those outputs and the same arguments, what is run."""
+    returns, uninitialised. launches: of those outputs and the same arguments, what is run. mutates: the arguments that it
+    writes; then it has no gradient."""
 
     name: str
     reference: Callable[..., Any]
     outputs: Callable[..., Any]
     launches: Callable[..., Sequence[Launch]]
+    mutates: tuple[str, ...] = ()
 
     def run(self, execute: Callable[[Launch], None], *args: Any, **kwargs: Any) -> Any:
         """The op by another way to execute a launch. `execute` finds arguments that live as long as the call."""
@@ -55,9 +57,11 @@ def define(op: Op) -> Callable[..., Any]:
     `torch.func` can transform."""
     OPS[op.name] = op
     name = f"{NAMESPACE}::{op.name}"
-    _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=()))
+    _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=op.mutates))
     _library.impl(op.name, lambda *args, **kwargs: op.run(_on_gpu, *args, **kwargs), "CUDA")
     torch.library.register_fake(name, op.outputs, lib=_library)
+    if op.mutates:
+        return _in_place(op, getattr(getattr(torch.ops, NAMESPACE), op.name).default)
     torch.library.register_autograd(name, _backward(op), setup_context=_keep, lib=_library)
     function = _differentiable(op, getattr(getattr(torch.ops, NAMESPACE), op.name).default)
     signature = inspect.signature(op.reference)
@@ -70,12 +74,28 @@ def define(op: Op) -> Callable[..., Any]:
 
 def composite(primitive: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Register `torch.ops.meshfn_cuda.<primitive>`, made of other ops, with the arguments of the primitive."""
-    _library.define(primitive + torch.library.infer_schema(PRIMITIVES[primitive], mutates_args=()))
+    schema = getattr(getattr(torch.ops, PLAIN), primitive).default._schema
+    _library.define(str(schema).partition("::")[2])
     _library.impl(primitive, fn, "CompositeImplicitAutograd")
     # Where a transform of torch.func takes a call over: below this key its own functions are not found any more.
     _library.impl(primitive, fn, "FuncTorchDynamicLayerFrontMode")
     overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
     return overload
+
+
+def _in_place(op: Op, opaque: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, which refuses what needs a gradient before anything is written."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+            raise RuntimeError(
+                f"{op.name}: it writes {' and '.join(op.mutates)} in place and has no gradient\n"
+                "    fix: call it within torch.no_grad()"
+            )
+        return opaque(*args, **kwargs)
+
+    return call
 
 
 def _on_gpu(launch: Launch) -> None:
