@@ -31,10 +31,6 @@
 // Dynamic shared memory, exactly as long as the launch says.
 #define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(simt::dynamic_shared)
 
-// Programmatic dependent launch: a launch begins here when the one before it has ended.
-inline void griddep_wait() {}
-inline void griddep_launch() {}
-
 #define threadIdx (simt::thread_index)
 #define blockIdx (simt::block_index)
 #define blockDim (simt::block_dim)
