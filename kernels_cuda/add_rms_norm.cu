@@ -18,7 +18,7 @@ template <class T, int VEC> __device__ __forceinline__ Vec<T, VEC> added(Vec<T, 
 
 // T: of all tensors. VEC: numbers a load, of which the width is a multiple. KEPT: vectors that a thread keeps.
 template <class T, int VEC, int KEPT, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     add_rms_norm(const T* x, long long x_stride, const T* residual, long long residual_stride, const T* weight, T* sum,
                  T* out, int width, float eps, int zero_centered, int scale_in_fp32) {
   __shared__ float parts[THREADS / 32][1];

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from ..functional.shapes import check_shapes
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
 from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
@@ -30,6 +31,7 @@ def _reference(
 
 
 def _outputs(x: Tensor, residual: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    check_shapes("add_rms_norm", x=(x, "N D"), residual=(residual, "N D"), weight=(weight, "D"))
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 

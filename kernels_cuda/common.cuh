@@ -22,6 +22,9 @@ __device__ __forceinline__ void griddep_launch() {
 }
 #else
 #include "simt.hpp"
+
+__device__ inline void griddep_wait() {}
+__device__ inline void griddep_launch() {}
 #endif
 
 typedef __nv_bfloat16 bf16;

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from ..functional.shapes import ShapeError, check_shapes
 from .device import scratch
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
@@ -68,9 +69,32 @@ def _reference(
     return torch.cat(found, -1)
 
 
-def _outputs(x: Tensor, norm_weight: Any, w0: Tensor, *rest: Any, end: str, **options: Any) -> Tensor:
-    widths = [w0.shape[0]] if end == "gated" else [w.shape[0] for w in (w0, *rest[:3]) if w is not None]
-    return x.new_empty(x.shape[0], sum(widths))
+def _outputs(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    w0: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    w3: Tensor | None,
+    b0: Tensor | None,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    b3: Tensor | None,
+    residual: Tensor | None,
+    *,
+    end: str,
+    **options: Any,
+) -> Tensor:
+    sizes = check_shapes("gemv", x=(x, "N D"), norm_weight=(norm_weight, "D"))
+    widths = []
+    for i, (w, b) in enumerate(zip((w0, w1, w2, w3), (b0, b1, b2, b3), strict=True)):
+        given = {f"w{i}": (w, "F D"), f"b{i}": (b, "F")}
+        widths.append(check_shapes("gemv", {"D": sizes["D"]}, **given).get("F", 0))
+    if end == "gated" and widths != [widths[0]] * 2 + [0, 0]:
+        raise ShapeError(f"gemv(end='gated'): two weights of one width are needed, not of {widths}")
+    out = x.new_empty(x.shape[0], widths[0] if end == "gated" else sum(widths))
+    check_shapes("gemv", {"N": x.shape[0], "F": out.shape[1]}, residual=(residual, "N F"))
+    return out
 
 
 def _launches(

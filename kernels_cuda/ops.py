@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,26 @@ class Op:
         """The op by another way to execute a launch. `execute` finds arguments that live as long as the call."""
         given = inspect.signature(self.reference).bind(*args, **kwargs)
         given.apply_defaults()
+        _check_alike(self.name, given.arguments)
         out = self.outputs(**given.arguments)
         for launch in self.launches(out, **given.arguments):
             if math.prod(launch.grid):
                 execute(launch)
         return out
+
+
+def _check_alike(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise `TypeError` unless all floating-point tensors have one dtype, and all tensors one device."""
+    tensors = {argument: t for argument, t in arguments.items() if isinstance(t, Tensor)}
+    first = next(iter(tensors))
+    for argument, t in tensors.items():
+        other = tensors[first]
+        if t.device != other.device:
+            raise TypeError(f"{name}({argument}=...): it is on {t.device}, and {first} on {other.device}")
+        if t.dtype != other.dtype and t.dtype.is_floating_point:
+            raise TypeError(
+                f"{name}({argument}=...): it is {t.dtype}, and {first} {other.dtype}\n    fix: {argument}.to({first}.dtype)"
+            )
 
 
 # name -> op

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .building import SANITIZERS, SIMT, Builder
-from .launch import Launch
+from meshfn.kernels_cuda import Launch
 
 __all__ = ["Host", "KernelFault", "Launch"]
 
@@ -105,11 +105,15 @@ class Host:
         """Run a kernel to its end."""
         key = launch.source, launch.name
         if key not in self._built:
-            self._built[key] = self._builder.kernel(self._folder / launch.source, launch.name, self._sanitizer, self._flags)
+            self._built[key] = self._builder.kernel(
+                self._folder / launch.source, launch.name, self._sanitizer, self._flags
+            )
         built = self._built[key]
         parameters = _signature(built, self._sanitizer)
         _check(launch, parameters)
-        request = _Request((*launch.grid,), (*launch.block,), launch.shared_bytes, launch.cooperative, self._order, self._seed)
+        request = _Request(
+            (*launch.grid,), (*launch.block,), launch.shared_bytes, launch.cooperative, self._order, self._seed
+        )
         regions = _regions(launch, parameters)
         kept = {r.argument: _checksum(r) for r in regions if r.constant}
         if self._sanitizer is None:
@@ -297,12 +301,12 @@ _LIMIT = 300.0  # seconds of one launch
 
 
 def _prefix(sanitizer: str) -> list[str]:
-    return ["setarch", "-R"] if sanitizer == "thread" else []  # TSan's own memory stands where a random layout puts ours
+    return (
+        ["setarch", "-R"] if sanitizer == "thread" else []
+    )  # TSan's own memory stands where a random layout puts ours
 
 
-def _elsewhere(
-    built: Path, request: _Request, regions: Sequence[_Region], launch: Launch, sanitizer: str
-) -> None:
+def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launch: Launch, sanitizer: str) -> None:
     """In a process of its own: what tensors share stays shared, and nothing else lies beside them."""
     buffers: list[tuple[int, int]] = []
     for start, end in sorted((r.start, r.end) for r in regions):
