@@ -25,9 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def primitive(
-    fn: Callable[P, R], *, differentiable: bool = True, mutates: tuple[str, ...] = ()
-) -> Callable[P, R]:
+def primitive(fn: Callable[P, R], *, differentiable: bool = True, mutates: tuple[str, ...] = ()) -> Callable[P, R]:
     """Register the function as `torch.ops.meshfn.<its name>`; its annotations and defaults are the schema.
 
     differentiable: False for a function that has an `autograd.Function` in it, which the transforms of `torch.func` do

@@ -28,8 +28,8 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 @dataclass(frozen=True)
 class Op:
     """reference: the plain function, whose annotations are the op's schema. outputs: of the same arguments, what the op
-    returns, uninitialised. launches: of those outputs and the same arguments, what is run. mutates: the arguments that it
-    writes; then it has no gradient."""
+    returns, uninitialised. launches: of those outputs and the same arguments, what is run. mutates: arguments written
+    in place, by the reference too; such an op has no gradient."""
 
     name: str
     reference: Callable[..., Any]
@@ -41,12 +41,22 @@ class Op:
         """The op by another way to execute a launch. `execute` finds arguments that live as long as the call."""
         given = inspect.signature(self.reference).bind(*args, **kwargs)
         given.apply_defaults()
+        if self.mutates and torch.is_grad_enabled():
+            self._refuse_gradients(given.arguments)
         _check_alike(self.name, given.arguments)
         out = self.outputs(**given.arguments)
         for launch in self.launches(out, **given.arguments):
             if math.prod(launch.grid):
                 execute(launch)
         return out
+
+    def _refuse_gradients(self, given: Mapping[str, Any]) -> None:
+        name = next((name for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad), None)
+        if name is not None:
+            raise RuntimeError(
+                f"{self.name}({name}=...): it needs a gradient, and {self.mutates[0]} is written in place\n"
+                "    fix: torch.no_grad(), or the plain function to train"
+            )
 
 
 def _check_alike(name: str, arguments: Mapping[str, Any]) -> None:
@@ -69,16 +79,17 @@ OPS: dict[str, Op] = {}
 
 def define(op: Op) -> Callable[..., Any]:
     """Register `torch.ops.meshfn_cuda.<op.name>` and return a function of the same arguments that calls it, and that
-    `torch.func` can transform."""
+    `torch.func` can transform; of an op that writes in place the overload itself."""
     OPS[op.name] = op
     name = f"{NAMESPACE}::{op.name}"
     _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=op.mutates))
     _library.impl(op.name, lambda *args, **kwargs: op.run(_on_gpu, *args, **kwargs), "CUDA")
     torch.library.register_fake(name, op.outputs, lib=_library)
+    opaque: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), op.name).default
     if op.mutates:
-        return _in_place(op, getattr(getattr(torch.ops, NAMESPACE), op.name).default)
+        return opaque
     torch.library.register_autograd(name, _backward(op), setup_context=_keep, lib=_library)
-    function = _differentiable(op, getattr(getattr(torch.ops, NAMESPACE), op.name).default)
+    function = _differentiable(op, opaque)
     signature = inspect.signature(op.reference)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,21 +107,6 @@ def composite(primitive: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     _library.impl(primitive, fn, "FuncTorchDynamicLayerFrontMode")
     overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
     return overload
-
-
-def _in_place(op: Op, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """The op, which refuses what needs a gradient before anything is written."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-            raise RuntimeError(
-                f"{op.name}: it writes {' and '.join(op.mutates)} in place and has no gradient\n"
-                "    fix: call it within torch.no_grad()"
-            )
-        return opaque(*args, **kwargs)
-
-    return call
 
 
 def _on_gpu(launch: Launch) -> None:

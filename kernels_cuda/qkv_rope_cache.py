@@ -1,10 +1,10 @@
 """Queries and keys normalised and turned, keys and values written to their cache where it lies: `qkv_rope_cache.cu`.
 
 The primitive is declared here and not in `functional`, where nothing is written in place: a program's graph gets it in
-place of the functions it is made of and of the copy into the cache's buffers (`programs/join`).
+place of the functions it is made of and of the copy into the cache's buffers (`programs/join_cache`).
 
-Letters: B batch, S tokens, T slots, n slots that attention reads, H query heads, K key/value heads, E key width, V value
-width, R rotary width.
+Letters: B batch, S tokens, T slots, n slots that attention reads, H query heads, K key/value heads, E key width, V
+value width, R rotary width.
 """
 
 from __future__ import annotations
@@ -65,7 +65,20 @@ def qkv_rope_cache(
     return q.clone(), slot_positions(slots, positions, ring=ring)
 
 
-def _outputs(q: Tensor, *rest: Any, positions: Tensor, slots: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def _outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), positions.new_empty(positions.shape[0], slots.shape[0])
 
 

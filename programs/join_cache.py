@@ -1,7 +1,8 @@
 """What a decode step does between its projections and attention, as one primitive that writes the cache.
 
     q = apply_rope(normalize(q));  k = apply_rope(normalize(k))
-    attend(q, write_tokens(cache.k, k), write_tokens(cache.v, v), slot_positions(..));  cache.k.copy_(..), cache.v.copy_(..)
+    attend(q, write_tokens(cache.k, k), write_tokens(cache.v, v), slot_positions(..))
+    cache.k.copy_(..);  cache.v.copy_(..)
     ->
     q, k_positions = qkv_rope_cache(q, k, v, cache.k, cache.v, ..);  attend(q, cache.k, cache.v, k_positions)
 
