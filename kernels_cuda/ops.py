@@ -69,7 +69,8 @@ def _check_alike(name: str, arguments: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}({argument}=...): it is on {t.device}, and {first} on {other.device}")
         if t.dtype != other.dtype and t.dtype.is_floating_point:
             raise TypeError(
-                f"{name}({argument}=...): it is {t.dtype}, and {first} {other.dtype}\n    fix: {argument}.to({first}.dtype)"
+                f"{name}({argument}=...): it is {t.dtype}, and {first} {other.dtype}\n"
+                f"    fix: {argument}.to({first}.dtype)"
             )
 
 

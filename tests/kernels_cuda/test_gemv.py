@@ -14,7 +14,6 @@ from meshfn.functional import primitive
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from .harness import Host
 from .ops import host_ops
 
 OPS = torch.ops.meshfn_cuda
@@ -117,7 +116,7 @@ def test_a_token_is_the_same_whatever_is_beside_it():
 
 
 def test_no_tokens():
-    name, (x, *args), options = CASES["gated, odd"]
+    _, (x, *args), options = CASES["gated, odd"]
     with host_ops() as launches:
         out = OPS.gated_mlp(x[:0], *args, **options)
     assert out.shape == (0, 1, 7)
@@ -144,7 +143,7 @@ def test_the_feed_forward_of_llama():
 @pytest.mark.parametrize("name", ["gated, odd", "residual"])
 def test_opcheck(name):
     with host_ops():
-        end, args, options = CASES[name]
+        end, args, _ = CASES[name]
         rows = [a.reshape(-1, a.shape[-1]) if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in args]
         leaf = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in rows]
         x = leaf[0]
