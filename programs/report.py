@@ -21,6 +21,7 @@ from ..functional.mla import is_absorbed
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .kernel import Kernel
+from .launches import launch_notes
 from .lower import choose, join_all, lower, primitive_name, share_read
 from .model import Model, count_text
 from .sizes import Sizes, Target
@@ -75,8 +76,8 @@ class PlanBlock:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """notes: which way layers of latent attention are computed. left: a line for each primitive that has no kernel.
-    graph: with the kernels in place."""
+    """notes: which way layers of latent attention are computed; on a GPU how many launches there are. left: a line for
+    each primitive that has no kernel. graph: with the kernels in place."""
 
     name: str
     header: str
@@ -197,7 +198,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         join_all(graph.module, target, tuple(kernels))
         blocks = tuple(_Reader(graph, target, tuple(kernels), compiled).blocks())
         left = lower(graph.module, target, tuple(kernels))
-        notes = _ways(model.config, sizes, length, target.dtype)
+        notes = *_ways(model.config, sizes, length, target.dtype), *launch_notes(graph, target, kernels)
         phases[name] = PhasePlan(name, header, notes, blocks, left, graph)
     return Plan(
         model=model.name,
