@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(THREADS, 2)
                      int groups, int k_width, int v_width, int causal, int window, float scale, float softcap) {
   constexpr int K_AHEAD = steps_ahead(K_LANES, K_EACH, QUERIES), V_AHEAD = steps_ahead(V_LANES, V_EACH, QUERIES);
   constexpr int K_STEP = 32 / K_LANES, V_STEP = 32 / V_LANES;  // slots a step
-  constexpr int DEALT = QUERIES > K_LANES ? QUERIES / K_LANES : 1;
+  // Scores that a lane holds once they are dealt out, and how many lanes hold the same.
+  constexpr int DEALT = QUERIES > K_LANES ? QUERIES / K_LANES : 1, ALIKE = K_LANES / (QUERIES / DEALT);
   __shared__ float weights[WARPS][QUERIES][TILE];
   __shared__ Softmax softmaxes[WARPS][QUERIES];
   __shared__ float counts[MOST_SPLITS * QUERIES];
@@ -199,8 +200,9 @@ __global__ void __launch_bounds__(THREADS, 2)
           }
         }
         deal_sums<QUERIES, K_LANES>(score, first);
+        if (k_lane % ALIKE != 0) continue;
 #pragma unroll
-        for (int i = 0; i < DEALT; i++)  // lanes that hold the same sum write the same
+        for (int i = 0; i < DEALT; i++)
           weights[warp][first + i][(from + a) * K_STEP + lane / K_LANES] = score[i];
       }
     }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from ..functional.shapes import ShapeError, check_shapes
 from .device import scratch
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
@@ -61,7 +62,22 @@ def _reference(
     )
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor, sinks: Tensor | None, **options: Any
+) -> Tensor:
+    sizes = check_shapes(
+        "decode_attention",
+        q=(q, "B S H E"),
+        k=(k, "B T K E"),
+        v=(v, "B T K V"),
+        q_positions=(q_positions, "B? S"),
+        k_positions=(k_positions, "B? T"),
+        sinks=(sinks, "H"),
+    )
+    if sizes["K"] == 0 or sizes["H"] % sizes["K"]:
+        raise ShapeError(
+            f"decode_attention(k=...): H={sizes['H']} query heads do not divide over K={sizes['K']} key/value heads"
+        )
     return v.new_empty(*q.shape[:3], v.shape[3])
 
 

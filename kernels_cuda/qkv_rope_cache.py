@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import functional as F
 from ..functional.cache import slot_positions, write_tokens
 from ..functional.primitive import primitive
+from ..functional.shapes import ShapeError, check_shapes
 from .launch import Launch
 from .ops import Op, composite, define
 from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, dtype_rule
@@ -79,6 +80,15 @@ def _outputs(
     slots: Tensor,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
+    given = {"cos": (cos, "B? S Q"), "sin": (sin, "B? S Q"), "q_norm": (q_norm, "E"), "k_norm": (k_norm, "E")}
+    caches = {"k_cache": (k_cache, "B T K E"), "v_cache": (v_cache, "B T K V"), "slots": (slots, "N")}
+    heads = {"q": (q, "B S H E"), "k": (k, "B S K E"), "v": (v, "B S K V"), "positions": (positions, "B S")}
+    sizes = check_shapes("qkv_rope_cache", **heads, **given, **caches)
+    for one, other, names in ((cos, sin, "cos and sin"), (q_norm, k_norm, "q_norm and k_norm")):
+        if (one is None) != (other is None):
+            raise TypeError(f"qkv_rope_cache: {names} are needed together\n    fix: pass both, or neither")
+    if cos is not None and 2 * sizes["Q"] > sizes["E"]:
+        raise ShapeError(f"qkv_rope_cache(cos=...): R is {2 * sizes['Q']}, more than E={sizes['E']} in q")
     return q.new_empty(q.shape), positions.new_empty(positions.shape[0], slots.shape[0])
 
 

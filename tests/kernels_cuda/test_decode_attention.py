@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,18 +81,81 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_against_fp64(name):
-    """The error is at most 1.5 times the plain function's in the same dtype; a row that sees nothing gives zeros."""
-    given = CASES[name]
+def check(given: dict[str, Any]) -> Tensor:
+    """The error is at most 1.5 times the plain function's in the same dtype; a row that sees nothing gives zeros; and
+    all bits are the same in another order of threads."""
     right, usual, found = plain(given, torch.float64), plain(given), run(given)
     assert (found.shape, found.dtype) == (usual.shape, usual.dtype)
     floor = 8 * torch.finfo(found.dtype).eps * (1e-1 if found.dtype == torch.float32 else 0.25)
     assert (found - right).abs().max() <= 1.5 * (usual - right).abs().max() + floor * right.abs().max()
     empty = given["q_positions"] < 0
     assert torch.equal(found[empty], torch.zeros_like(found[empty]))
-    for order in ("reversed", "shuffled:3"):
-        assert torch.equal(run(given, order=order), found), order
+    assert torch.equal(run(given, order="shuffled:3"), found)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_fp64(name):
+    found = check(CASES[name])
+    assert torch.equal(run(CASES[name], order="reversed"), found)
+
+
+def random_case(seed: int) -> dict[str, Any]:
+    r = random.Random(seed)
+    slots = r.choice([1, 7, 32, 33, 200, r.randrange(1, 700)])
+    tokens = min(slots, r.choice([1, 1, 1, 2, 3]))
+    ring = r.random() < 0.3 and tokens == 1
+    lengths = [r.choice([0, 1, r.randrange(slots + 1), slots + ring * r.randrange(99)]) for _ in range(r.choice([1, 3]))]
+    widths = [r.choice([64, 80, 96, 128, 192, 256, r.randrange(1, 257)]) for _ in "kv"]
+    rules = {"softcap": r.choice([None, 2.0]), "window": r.choice([None, 1, 20]), "causal": r.random() < 0.8}
+    heads, dtype = (r.choice([1, 3]), r.choice([1, 2, 3, 5, 11])), r.choice([torch.float32, torch.bfloat16, torch.float16])
+    more = {"tokens": tokens, "ring": ring, "sinks": r.random() < 0.3, "seed": seed}
+    return case(dtype, lengths, slots, heads, (widths[0], widths[r.random() < 0.3]), **more, **rules)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_random_shapes(first):
+    for seed in range(first, first + 20):
+        check(random_case(seed))
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(("name", "sanitizer"), itertools.product(CASES, ["address", "undefined", "thread"]))
+def test_sanitizers_are_silent(name, sanitizer):
+    found = run(CASES[name], sanitizer=sanitizer)
+    torch.testing.assert_close(found, plain(CASES[name]), rtol=0.02, atol=0.02)
+
+
+def test_bad_input_is_refused_before_a_launch():
+    given = case(torch.float32, [9, 0], 20, (2, 2), (16, 16))
+    changes = [
+        {"q": given["q"][:, :, :3]},
+        {"k_positions": given["k_positions"][:, :-1]},
+        {"v": given["v"][:, :-1]},
+        {"k": given["k"].bfloat16()},
+    ]
+    messages = []
+    for change in changes:
+        with host_ops() as launches, pytest.raises((F.ShapeError, TypeError)) as error:
+            q, k, v, *_ = {**given, **change}.values()
+            OP(q, k, v, **{name: x for name, x in {**given, **change}.items() if name not in "qkv"})
+        assert launches == []
+        messages.append(str(error.value))
+    assert_expected_inline("\n".join(messages), """\
+decode_attention(k=...): H=3 query heads do not divide over K=2 key/value heads
+decode_attention(k_positions=...): T is 20 in k but 19 in k_positions
+    k          : B T K E = 2 20 2 16
+    k_positions: B T = 2 19
+                         ^^
+    so far: B=2 S=1 H=4 E=16 T=20 K=2 V=16
+decode_attention(v=...): T is 20 in k but 19 in v
+    k: B T K E = 2 20 2 16
+    v: B T K V = 2 19 2 16
+                   ^^
+    so far: B=2 S=1 H=4 E=16 T=20 K=2
+decode_attention_split(k=...): it is torch.bfloat16, and q torch.float32
+    fix: k.to(q.dtype)""")
 
 
 def test_a_row_is_the_same_whatever_rows_are_beside_it():
