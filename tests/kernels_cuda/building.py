@@ -26,23 +26,28 @@ RUNTIME = ("scheduler.cpp", "collectives.cpp", "faults.cpp", "hooks.cpp")  # and
 _LANGUAGE = ("-std=c++20", "-w", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-ffp-contract=off")
 _KERNEL = (*_LANGUAGE, "-O1", "-fno-strict-aliasing", "-ffunction-sections", "-fdata-sections")
 _RUNTIME = (*_LANGUAGE, "-O1", "-ftree-vectorize", "-fno-tree-loop-distribute-patterns")
-_VOLATILE = ("--param", "tsan-distinguish-volatile=1")
-# sanitizer -> what the kernel's text is compiled with, what it is linked with, what the runtime is told
+# Calls before every access, the volatile ones apart.
+_ACCESSES = ("--param", "tsan-distinguish-volatile=1")
+_CALLS = (*_ACCESSES, "--param", "tsan-instrument-func-entry-exit=0")
+# sanitizer -> what the kernel's text is compiled with, what it is linked with, what the runtime is told. Where a library
+# of a sanitizer does not listen to its accesses, simt/hooks.cpp does.
 SANITIZERS: dict[str | None, tuple[tuple[str, ...], tuple[str, ...], str]] = {
-    # No library of a sanitizer: simt/hooks.cpp is called instead.
     None: (
-        ("-g1", "-gdwarf-4", "-fsanitize=thread,alignment,null", "-fno-sanitize-recover=all", *_VOLATILE)
-        + ("--param", "tsan-instrument-func-entry-exit=0"),
+        ("-g1", "-gdwarf-4", "-fsanitize=thread,alignment,null", "-fno-sanitize-recover=all", *_CALLS),
         ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs"),
         "-DSIMT_PLAIN",
     ),
-    "address": (("-g", "-fsanitize=address"), ("-fsanitize=address",), "-DSIMT_ADDRESS"),
+    "address": (
+        ("-g", "-fsanitize=address", "--param", "asan-instrumentation-with-call-threshold=0"),
+        ("-fsanitize=address", *(f"-Wl,--wrap=__asan_load{n}" for n in (1, 2, 4, 8, 16))),
+        "-DSIMT_ADDRESS",
+    ),
     "undefined": (
-        ("-g", "-fsanitize=undefined", "-fno-sanitize-recover=all"),
+        ("-g", "-fsanitize=thread,undefined", "-fno-sanitize-recover=all", *_CALLS),
         ("-fsanitize=undefined",),
         "-DSIMT_UNDEFINED",
     ),
-    "thread": (("-g", "-fsanitize=thread", *_VOLATILE), ("-fsanitize=thread",), "-DSIMT_THREAD"),
+    "thread": (("-g", "-fsanitize=thread", *_ACCESSES), ("-fsanitize=thread",), "-DSIMT_THREAD"),
 }
 
 
@@ -88,8 +93,8 @@ class Builder:
 
         def make(folder: Path) -> Path:
             (folder / "kernel.cpp").write_text(code)
-            runtime = self.runtime(sanitizer)
             _run("g++", *compiled, "-c", "kernel.cpp", "-o", "kernel.o", folder=folder)
+            runtime = self.runtime(sanitizer)
             script = ("-Wl,--gc-sections", f"-Wl,-T,{SIMT / 'shared.ld'}")
             _run("g++", "kernel.o", str(runtime), *linked, *script, "-o", "made", folder=folder)
             return folder / "made"

@@ -60,6 +60,17 @@ __device__ void endless_volatile(volatile float* y) {
 __device__ void grid_sync_alone() { cooperative_groups::this_grid().sync(); }
 __device__ void wrong_assertion(float* y) { assert(y[0] == 1.0f); }
 __device__ void past_the_end(float* y, int n) { y[n + 3] = y[0]; }
+__device__ void atomic_before_the_start(float* y) { atomicAdd(y - 2, 1.0f); }
+__device__ void cached_past_the_end(float* y, int n) { y[0] = __ldg(y + n); }
+__device__ void past_shared(int n) {
+  DYNAMIC_SHARED(float, tile);
+  tile[n] = 1.0f;
+}
+__device__ void large_frame(float* y, int n) {
+  float values[40000];
+  for (int i = 0; i < 40000; i++) values[i] = y[i % n];
+  y[0] = values[static_cast<int>(y[1])];
+}
 
 __global__ void faulty(int which, float* y, float* nothing, int n) {
   switch (which) {
@@ -82,6 +93,10 @@ __global__ void faulty(int which, float* y, float* nothing, int n) {
     case 16: return grid_sync_alone();
     case 17: return wrong_assertion(y);
     case 18: return past_the_end(y, n);
+    case 19: return atomic_before_the_start(y);
+    case 20: return cached_past_the_end(y, n);
+    case 21: return past_shared(n);
+    case 22: return large_frame(y, n);
   }
   y[threadIdx.x] += 1.0f;
 }

@@ -36,7 +36,7 @@ __all__ = ["Host", "KernelFault", "Launch"]
 KERNELS = Path(__file__).parents[2] / "kernels_cuda"
 
 
-class KernelFault(RuntimeError):
+class KernelFault(RuntimeError):  # noqa: N818  # as a fault of the machine
     """What a kernel did wrong: file and line, which thread, who waits where, or a sanitizer's report."""
 
 
@@ -140,13 +140,18 @@ class Host:
                 faults.append(found.decode())
 
         others = [threading.Thread(target=run, args=(machine,)) for machine in machines[1:]]
-        for thread in others:
-            thread.start()
-        run(machines[0])
-        for thread in others:
-            thread.join()
+        with _RUNNING:
+            for thread in others:
+                thread.start()
+            run(machines[0])
+            for thread in others:
+                thread.join()
         if faults:
             raise KernelFault(_with_lines(faults[0], built))
+
+
+# A machine carries out one launch at a time; ranks that are threads of one process may come together.
+_RUNNING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -297,13 +302,12 @@ _OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1",
 }
-_LIMIT = 300.0  # seconds of one launch
+_LIMIT = 100.0  # seconds of one launch
 
 
 def _prefix(sanitizer: str) -> list[str]:
-    return (
-        ["setarch", "-R"] if sanitizer == "thread" else []
-    )  # TSan's own memory stands where a random layout puts ours
+    """TSan keeps its own memory where a random layout of addresses may put ours."""
+    return ["setarch", "-R"] if sanitizer == "thread" else []
 
 
 def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launch: Launch, sanitizer: str) -> None:
@@ -329,7 +333,8 @@ def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launc
         asked.write_bytes(b"".join(parts))
         command = [*_prefix(sanitizer), built, asked, told]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=_environment())
+            environment = os.environ | _OPTIONS
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, env=environment)
         except subprocess.TimeoutExpired:
             raise KernelFault(f"{launch.name} did not end within {_LIMIT:g} s") from None
         if done.returncode:
@@ -341,7 +346,3 @@ def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launc
     ends = itertools.accumulate((end - start for start, end in buffers), initial=length)
     for (start, end), at in zip(buffers, ends, strict=False):
         ctypes.memmove(start, result[at : at + end - start], end - start)
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | _OPTIONS

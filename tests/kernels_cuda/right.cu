@@ -41,12 +41,14 @@ __global__ void block_operations(const int* x, int* y, int rounds) {
 }
 
 // Each atomic on a word of its own, by every thread of every block.
-__global__ void atomics(const int* x, int* i, unsigned* u, float* f, double* d, unsigned long long* l, __half2* h, __nv_bfloat16* b) {
+__global__ void atomics(const int* x, int* i, unsigned* u, float* f, double* d, unsigned long long* l, __half2* h,
+                        __nv_bfloat16* b) {
   int value = x[blockIdx.x * blockDim.x + threadIdx.x];
   atomicAdd(&i[0], value), atomicSub(&i[1], value), atomicMin(&i[2], value), atomicMax(&i[3], value);
   atomicAnd(&u[0], ~(1u << (value & 7))), atomicOr(&u[1], 1u << (value & 7)), atomicXor(&u[2], 1u << (value & 7));
   atomicInc(&u[3], 6u), atomicDec(&u[4], 6u), atomicMin(&u[5], value & 15u), atomicMax(&u[6], value & 15u);
-  atomicAdd(&f[0], 1.0f), atomicAdd(&d[0], 0.5), atomicAdd(&l[0], 1ull << 33), atomicMax(&l[1], static_cast<unsigned long long>(value + 16));
+  atomicAdd(&f[0], 1.0f), atomicAdd(&d[0], 0.5), atomicAdd(&l[0], 1ull << 33),
+      atomicMax(&l[1], static_cast<unsigned long long>(value + 16));
   atomicAdd(h, __floats2half2_rn(1.0f, 2.0f)), atomicAdd(b, __float2bfloat16(1.0f));
   while (atomicCAS(&i[4], 0, 1) != 0) __nanosleep(20);  // a lock
   i[5] += value;
@@ -139,11 +141,13 @@ __global__ void functions(const float* x, float* y, int* bits, int n) {
   auto put = [&](float result) { y[row++ * n + i] = result; };
   put(rsqrtf(a)), put(__expf(a)), put(__logf(a)), put(exp2f(a)), put(log1pf(a)), put(tanhf(a)), put(erff(a));
   put(__frcp_rn(a)), put(__fdividef(1.0f, a)), put(__fsqrt_rn(a)), put(__powf(a, 1.5f)), put(__saturatef(a));
-  put(fmaf(a, a, -2.0f)), put(max(a, 1)), put(min(a, 1.0f)), put(max(a, nanf(""))), put(__bfloat162float(__float2bfloat16(a)));
+  put(fmaf(a, a, -2.0f)), put(max(a, 1)), put(min(a, 1.0f)), put(max(a, nanf(""))),
+      put(__bfloat162float(__float2bfloat16(a)));
   put(__half2float(__float2half(a)));
   int b = __float_as_int(a);
   bits[i] = __popc(b), bits[n + i] = __ffs(b), bits[2 * n + i] = __clz(b), bits[3 * n + i] = __brev(b) == 0;
-  bits[4 * n + i] = static_cast<int>(__umulhi(b, b)), bits[5 * n + i] = __float2int_rn(a), bits[6 * n + i] = __int_as_float(b) == a;
+  bits[4 * n + i] = static_cast<int>(__umulhi(b, b)), bits[5 * n + i] = __float2int_rn(a),
+               bits[6 * n + i] = __int_as_float(b) == a;
 }
 
 // Loads and stores that say how they are cached.

@@ -121,7 +121,7 @@ def test_the_plan_is_what_was_compiled(tiny):
         assert str(compiled.graph) == str(plan.phases[name].graph)
         # A write into a cache, and where its slots stand, are in the row of what is copied and of what reads them.
         unlisted = (None, "write_tokens", "slot_positions")
-        ran = [name for n in walk(compiled._module) if (name := primitive_name(n)) not in unlisted]
+        ran = [primitive_name(n) for n in walk(compiled._module) if primitive_name(n) not in unlisted]
         rows = [row for block in plan.phases[name].blocks for row in block.rows if row.op in PRIMITIVES]
         assert sorted(ran) == sorted(row.op for row in rows if not row.chosen)
         ops = {kernel.op: kernel.primitive for kernel in CPU_KERNELS}

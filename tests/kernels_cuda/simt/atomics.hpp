@@ -1,5 +1,5 @@
-// Atomics, and loads and stores that say how they are cached, of what is aligned to its own size. Every atomic gives the other threads a turn first, so that
-// what comes between two of them differs from order to order.
+// Atomics, and loads and stores that say how they are cached, of what is aligned to its own size. Every atomic gives
+// the other threads a turn first, so that what comes between two of them differs from order to order.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -20,7 +20,7 @@ template <class T, class F>
 SIMT_ATOMIC T modify(const char* call, T* p, At at, F with) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
   using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
-  access(call, p, sizeof(T), at);
+  access(call, p, sizeof(T), true, at);
   turn(call, at);
   auto bits = reinterpret_cast<Bits*>(p);
   Bits before = __atomic_load_n(bits, __ATOMIC_ACQUIRE), after;
@@ -30,7 +30,7 @@ SIMT_ATOMIC T modify(const char* call, T* p, At at, F with) {
     made = with(old);
     std::memcpy(&after, static_cast<const void*>(&made), sizeof made);
   } while (!__atomic_compare_exchange_n(bits, &before, after, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-  changed |= before != after;
+  if (before != after) note_change();
   return old;
 }
 
@@ -61,7 +61,7 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> valu
 #define SIMT_LOAD(name)                                   \
   template <class T>                                      \
   T name(const T* p, simt::At at = simt::At::current()) { \
-    simt::access(#name, p, sizeof(T), at);                \
+    simt::access(#name, p, sizeof(T), false, at);         \
     return *p;                                            \
   }
 SIMT_LOAD(__ldg)
@@ -74,7 +74,7 @@ SIMT_LOAD(__ldlu)
 #define SIMT_STORE(name)                                                              \
   template <class T>                                                                  \
   void name(T* p, std::type_identity_t<T> value, simt::At at = simt::At::current()) { \
-    simt::access(#name, p, sizeof(T), at);                                            \
+    simt::access(#name, p, sizeof(T), true, at);                                      \
     *p = value;                                                                       \
   }
 SIMT_STORE(__stcg)

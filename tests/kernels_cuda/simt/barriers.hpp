@@ -2,7 +2,9 @@
 #pragma once
 #include "machine.hpp"
 
-inline void __syncthreads(simt::At at = simt::At::current()) { simt::barrier(simt::Vote::none, "__syncthreads", 0, at); }
+inline void __syncthreads(simt::At at = simt::At::current()) {
+  simt::barrier(simt::Vote::none, "__syncthreads", 0, at);
+}
 inline int __syncthreads_count(int predicate, simt::At at = simt::At::current()) {
   return simt::barrier(simt::Vote::count, "__syncthreads_count", predicate, at);
 }
@@ -20,4 +22,4 @@ inline void __threadfence_system() {}
 
 // A wait lets the others run. Clocks count what was asked of them: the same in every run.
 inline void __nanosleep(unsigned, simt::At at = simt::At::current()) { simt::turn("__nanosleep", at); }
-inline long long clock64() { return static_cast<long long>(++simt::ticks); }
+inline long long clock64() { return simt::tick(); }

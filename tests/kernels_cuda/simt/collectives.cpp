@@ -1,6 +1,6 @@
 // What threads do together: barriers of a block and of the grid, and operations of a warp.
 //
-// A barrier opens when every thread of the block stands at the same one, the same line of text. A warp operation happens
+// A barrier opens when every thread of the block stands at the same one, the same line of text. A warp operation comes
 // when every lane of its mask stands at the same call. Threads that can never meet are left standing, until nothing
 // moves: then it is known who waits where, in whichever order the threads ran.
 #include <cstring>
@@ -30,7 +30,7 @@ int barrier(Vote vote, const char* call, int predicate, At at) {
   if (vote == Vote::count) block.votes += predicate != 0;
   if (vote == Vote::all) block.votes &= predicate != 0;
   if (vote == Vote::any) block.votes |= predicate != 0;
-  char* memory = &block.memory[block.phase & 1];  // in turn: a fast thread is at the next before a slow one left this
+  char* memory = &block.memory[block.phase % sizeof block.memory];
   release(memory);
   current->state = State::barrier;
   block.waiting++;
@@ -129,10 +129,11 @@ uint64_t meet(Op op, const char* call, unsigned mask, uint64_t given, int source
   me.given = given;
   me.source = source;
   if (!(mask >> me.lane & 1))
-    fault(call, at, "a mask that names every lane which makes the call", "lane %u is not in its own mask 0x%08x", me.lane, mask);
+    fault(call, at, "a mask that names every lane which makes the call", "lane %u is not in its own mask 0x%08x",
+          me.lane, mask);
   if (op == Op::shuffle && (source < 0 || unsigned(source) >= count || !(mask >> source & 1)))
-    fault(call, at, "let the lane that is read make the call too", "lane %u reads lane %d, which is not in the mask 0x%08x",
-          me.lane, source, mask);
+    fault(call, at, "let the lane that is read make the call too",
+          "lane %u reads lane %d, which is not in the mask 0x%08x", me.lane, source, mask);
   Group* group = nullptr;
   for (Group& other : warp.groups)
     if (other.mask == mask && other.op == op && same(other.at, at)) group = &other;

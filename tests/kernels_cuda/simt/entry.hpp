@@ -1,4 +1,4 @@
-// One kernel as a launch calls it. SIMT_KERNEL is its name expression, behind the text that defines it: the arguments, one
+// One kernel as a launch calls it. SIMT_KERNEL is its name expression, behind the text that defines it: arguments, one
 // pointer each as cuLaunchKernel has them, are read as what the kernel's own signature says.
 #pragma once
 #include <type_traits>

@@ -51,7 +51,9 @@ std::string everyone(const Block& block) {
     if (line.ranges == 5) line.ranks += ", ...";
   }
   std::string text;
-  for (const Line& line : lines) text += (line.ranks.find_first_of("-,", 2) == std::string::npos ? "\n    thread " : "\n    threads ") + line.ranks.substr(2) + ": " + line.standing;
+  for (const Line& line : lines)
+    text += (line.ranks.find_first_of("-,", 2) == std::string::npos ? "\n    thread " : "\n    threads ") +
+            line.ranks.substr(2) + ": " + line.standing;
   return text;
 }
 
@@ -62,12 +64,13 @@ std::string place(const Thread& thread) {
   if (!thread.code) return spot(thread.at);
   Dl_info info{};
   dladdr(thread.code, &info);
-  return format("{+0x%zx}", size_t(static_cast<const char*>(thread.code) - static_cast<const char*>(info.dli_fbase)) - 1);
+  return format("{+0x%zx}",
+                size_t(static_cast<const char*>(thread.code) - static_cast<const char*>(info.dli_fbase)) - 1);
 }
 
 std::string report(const char* what, const Block& block, const std::string& fix) {
-  std::string head = format("\n    kernel %s, block (%u, %u, %u) of (%u, %u, %u)", simt_entry.name, block.index.x, block.index.y,
-                            block.index.z, grid_dim.x, grid_dim.y, grid_dim.z);
+  std::string head = format("\n    kernel %s, block (%u, %u, %u) of (%u, %u, %u)", simt_entry.name, block.index.x,
+                            block.index.y, block.index.z, grid_dim.x, grid_dim.y, grid_dim.z);
   return what + head + everyone(block) + "\n    fix: " + fix;
 }
 
@@ -75,8 +78,9 @@ std::string report(const char* what, const Block& block, const std::string& fix)
 void stop(const std::string& where, const std::string& what, const std::string& fix) {
   const Thread& t = *current;
   launch.fault = where + ": " + what +
-                 format("\n    kernel %s, block (%u, %u, %u), thread (%u, %u, %u)\n    fix: ", simt_entry.name, t.block->index.x,
-                        t.block->index.y, t.block->index.z, t.index.x, t.index.y, t.index.z) + fix;
+                 format("\n    kernel %s, block (%u, %u, %u), thread (%u, %u, %u)\n    fix: ", simt_entry.name,
+                        t.block->index.x, t.block->index.y, t.block->index.z, t.index.x, t.index.y, t.index.z) +
+                 fix;
   switch_fiber(current->fiber, scheduler);
   __builtin_unreachable();
 }
@@ -123,9 +127,10 @@ std::string stalled() {
   for (const Block* block : launch.alive)
     for (const Thread& t : block->threads)
       if (t.state == State::grid)
-        return report(format("%s: grid.sync: %u of %llu threads wait, the others have exited", place(t).c_str(), launch.arrived,
-                             static_cast<unsigned long long>(launch.total)).c_str(), *block,
-                      "let every thread of the grid reach it");
+        return report(format("%s: grid.sync: %u of %llu threads wait, the others have exited", place(t).c_str(),
+                             launch.arrived, static_cast<unsigned long long>(launch.total))
+                          .c_str(),
+                      *block, "let every thread of the grid reach it");
   return "nothing can run";
 }
 
@@ -133,8 +138,8 @@ std::string spinning() {
   for (const Block* block : launch.alive) {
     for (const Thread& t : block->threads) {
       if (t.state != State::ready || !t.call) continue;
-      std::string what = format("%s: %s: a wait that never ends: in %ld turns of every thread nothing changed", place(t).c_str(),
-                                t.call, max_idle_rounds);
+      std::string what = format("%s: %s: a wait that never ends: in %ld turns of every thread nothing changed",
+                                place(t).c_str(), t.call, max_idle_rounds);
       return report(what.c_str(), *block,
                     launch.request.cooperative ? "let another thread write what this one waits for"
                                                : "Launch(..., cooperative=True), where another block is waited for");

@@ -51,7 +51,7 @@ inline const void* scheduler_stack;  // learnt when the first fiber begins
 inline size_t scheduler_bytes;
 #endif
 
-// Prepare a fiber to begin at `entry`, which never returns. Equal offsets of equal stacks would fight for the same lines
+// Prepare a fiber to begin at `entry`, which never returns. Equal offsets of equal stacks would fight for equal lines
 // of the cache: they are staggered by `rank`.
 inline void prepare(Fiber& fiber, char* stack, unsigned rank, void (*entry)()) {
   fiber.stack = stack;
@@ -86,7 +86,8 @@ inline void switch_fiber(Fiber& from, Fiber& to) {
 #if defined(SIMT_THREAD)
   __tsan_switch_to_fiber(to.tsan, __tsan_switch_to_fiber_no_sync);
 #elif defined(SIMT_ADDRESS)
-  __sanitizer_start_switch_fiber(&from.fake, to.stack ? to.stack : scheduler_stack, to.stack ? stack_bytes : scheduler_bytes);
+  __sanitizer_start_switch_fiber(&from.fake, to.stack ? to.stack : scheduler_stack,
+                                 to.stack ? stack_bytes : scheduler_bytes);
 #endif
 #if defined(__x86_64__)
   simt_switch(&from.registers, to.registers);
@@ -123,11 +124,10 @@ inline void forget([[maybe_unused]] char* start, [[maybe_unused]] size_t bytes) 
 #endif
 }
 
-// A thread of a new block has done nothing yet that another could have waited for.
-inline void renew([[maybe_unused]] Fiber& fiber) {
+// One thread of TSan's for a fiber.
+inline void introduce([[maybe_unused]] Fiber& fiber) {
 #if defined(SIMT_THREAD)
-  if (fiber.tsan) __tsan_destroy_fiber(fiber.tsan);
-  fiber.tsan = __tsan_create_fiber(0);
+  if (!fiber.tsan) fiber.tsan = __tsan_create_fiber(0);
 #endif
 }
 

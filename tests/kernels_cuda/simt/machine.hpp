@@ -1,7 +1,7 @@
 // The machine that kernels run on: threads, warps and blocks, and what they wait for.
 //
-// A CUDA thread is a fiber: it runs until it waits (a barrier, a warp operation, an atomic), and then the scheduler goes
-// on with another. All of it is one thread of the operating system, so nothing here needs a lock. Kernel text reads
+// A CUDA thread is a fiber: it runs until it waits (a barrier, a warp operation, an atomic); then the scheduler goes on
+// with another. All of it is one thread of the operating system, so nothing here needs a lock. Kernel text reads
 // `current` alone; the rest belongs to the runtime (scheduler.cpp, collectives.cpp, faults.cpp), which is compiled by
 // itself and never instrumented, so that a sanitizer sees what a kernel does and nothing of how it is scheduled.
 #pragma once
@@ -18,16 +18,18 @@ namespace simt {
 
 using At = std::source_location;  // as a default argument it is where the call stands: a kernel's own line
 
-constexpr unsigned max_threads = 1024;               // of a block
-constexpr size_t max_shared_bytes = 227 << 10;       // of a block, static and dynamic, sm_90
-constexpr size_t max_static_bytes = 48 << 10;        // of a block, declared by __shared__
-constexpr long max_idle_rounds = 20000;              // turns of every thread in which nothing changes
-constexpr size_t stack_bytes = 128 << 10;            // of a thread
+constexpr unsigned max_threads = 1024;          // of a block
+constexpr size_t max_shared_bytes = 227 << 10;  // of a block, static and dynamic, sm_90
+constexpr size_t max_static_bytes = 48 << 10;   // of a block, declared by __shared__
+constexpr long max_idle_rounds = 20000;         // turns of every thread in which nothing changes
+constexpr size_t stack_bytes = 128 << 10;       // of a thread
 
 enum class State : uint8_t { ready, barrier, grid, warp, exited };
 
 // What the lanes of a mask do together.
-enum class Op : uint8_t { sync, shuffle, ballot, any, all, add, min, max, min_signed, max_signed, band, bor, bxor, match_any };
+enum class Op : uint8_t {
+  sync, shuffle, ballot, any, all, match_any, add, min, max, min_signed, max_signed, band, bor, bxor
+};
 
 // What the threads of a block find out at a barrier.
 enum class Vote : uint8_t { none, count, all, any };
@@ -84,9 +86,9 @@ struct Block {
   char* dynamic = nullptr;         // dynamic shared memory
   std::vector<char> kept;          // static shared memory, while another block runs
   unsigned live = 0, waiting = 0;  // threads that have not exited; that stand at a barrier
-  unsigned phase = 0;              // barriers passed
+  unsigned phase = 0;              // barriers passed, in earlier blocks too
   int votes = 0, voted = 0;        // for this barrier so far; the result of the last
-  char memory[2];
+  char memory[256];                // one byte a barrier, used in turn
 };
 
 // Memory that a kernel may touch: an argument of the launch. Mirrored in harness.py, as is Request.
@@ -102,12 +104,12 @@ struct Request {
   int32_t cooperative;
   int32_t order;  // 0 forward, 1 reversed, 2 shuffled by seed
   uint32_t seed;
-  int64_t* next;  // which block comes next, counted by all who run blocks of this launch
+  int64_t* next;    // which block comes next, counted by all who run blocks of this launch
   Region* regions;  // the arguments' memory, those first that may be written
   uint64_t region_count;
 };
 
-// A kernel as its text gives it: the call with cuLaunchKernel's arguments, and its parameters as the compiler prints them.
+// A kernel as its text gives it: the call with cuLaunchKernel's arguments, its parameters as the compiler prints them.
 struct Entry {
   void (*call)(void** args);
   const char* signature;
@@ -119,15 +121,16 @@ extern uint3 thread_index, block_index;
 extern dim3 grid_dim, block_dim;
 extern unsigned lane;
 extern char* dynamic_shared;
-extern bool changed;    // memory, or where a thread stands: what a spin wait may wait for
-extern uint64_t ticks;  // clock64
 
 void turn(const char* call, At at);  // let the others run
+void note_change();                  // of memory: what a spin wait may wait for
+long long tick();                    // clock64
 int barrier(Vote vote, const char* call, int predicate, At at);
 void grid_barrier(At at);
 uint64_t meet(Op op, const char* call, unsigned mask, uint64_t given, int source, At at);
-void access(const char* call, const void* p, size_t bytes, At at);  // an address that the compiler does not show us
-[[noreturn]] void fault(const char* call, At at, const char* fix, const char* text, ...) __attribute__((format(printf, 4, 5)));
+void access(const char* call, const void* p, size_t bytes, bool write, At at);  // a fault where it is wrong
+[[noreturn]] void fault(const char* call, At at, const char* fix, const char* text, ...)
+    __attribute__((format(printf, 4, 5)));
 
 }  // namespace simt
 

@@ -49,6 +49,12 @@ inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned long long>(x)); }
 inline unsigned __umulhi(unsigned x, unsigned y) { return static_cast<unsigned>(uint64_t{x} * y >> 32); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {  // without its mode that repeats a sign
+  uint64_t bytes = uint64_t{y} << 32 | x;
+  unsigned picked = 0;
+  for (int i = 0; i < 4; i++) picked |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return picked;
+}
 inline unsigned __brev(unsigned x) {
   unsigned reversed = 0;
   for (int bit = 0; bit < 32; bit++) reversed |= (x >> bit & 1) << (31 - bit);

@@ -13,13 +13,14 @@ struct Launch {
   std::vector<Block*> alive;  // blocks that run at once: one, or all of a cooperative launch
   unsigned arrived = 0;       // threads at the grid's barrier
   unsigned phase = 0;
-  uint64_t total = 0;  // threads of the launch
-  std::string fault;   // why it stopped
-  Region* last[2] = {};  // read from and written to
-  char memory[4];      // what TSan orders by: two of the grid's barrier, the start, the end
+  uint64_t total = 0;      // threads of the launch
+  std::string fault;       // why it stopped
+  Region last[2][2] = {};  // the two arguments read from last, and the two written to
+  char memory[4];          // what TSan orders by: two of the grid's barrier, the start, the end
 };
 
 extern Launch launch;
+extern bool changed;  // in this round: memory, or where a thread stands
 
 // Stand still until another thread makes this one ready.
 inline void wait(State state) {

@@ -20,7 +20,6 @@ dim3 grid_dim, block_dim;
 unsigned lane = 0;
 char* dynamic_shared = nullptr;
 bool changed = false;
-uint64_t ticks = 0;
 Launch launch;
 
 namespace {
@@ -28,6 +27,7 @@ namespace {
 std::vector<Block*> blocks;  // kept from launch to launch, with their stacks
 std::vector<void*> spent;    // dynamic shared memory of blocks that have ended
 uint64_t dice;
+long long ticks = 0;
 
 // Steele, Lea and Flood's splitmix64, and Fisher and Yates' shuffle.
 uint64_t throw_dice() {
@@ -65,15 +65,20 @@ void live() {  // a thread's life, block after block
   }
 }
 
+void discard(Block& block) {
+  if (block.stacks) munmap(block.stacks, (block.threads.size() + 1) * stack_bytes);
+}
+
 // As many threads as the launch has, each on a stack of its own, with room below the first.
 void populate(Block& block, unsigned count) {
   if (block.threads.size() != count) {
-    if (block.stacks) munmap(block.stacks, (block.threads.size() + 1) * stack_bytes);
-    block.stacks = static_cast<char*>(mmap(nullptr, (count + 1) * stack_bytes, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    discard(block);
     block.threads = std::vector<Thread>(count);
     block.warps = std::vector<Warp>((count + 31) / 32);
     block.order.resize(count);
+    block.stacks = static_cast<char*>(mmap(nullptr, (count + 1) * stack_bytes, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (block.stacks == MAP_FAILED) abort();
   }
   for (unsigned rank = 0; rank < count; rank++) {
     Thread& t = block.threads[rank];
@@ -82,16 +87,17 @@ void populate(Block& block, unsigned count) {
     t.warp = &block.warps[rank / 32];
     t.rank = rank;
     t.lane = rank % 32;
+    introduce(t.fiber);
     prepare(t.fiber, block.stacks + (rank + 1) * stack_bytes, rank, live);
+    block.order[rank] = launch.request.order == 1 ? count - 1 - rank : rank;
   }
-  for (unsigned i = 0; i < count; i++) block.order[i] = launch.request.order == 1 ? count - 1 - i : i;
 }
 
 void begin(Block& block, uint64_t number) {
   block.index = {unsigned(number % grid_dim.x), unsigned(number / grid_dim.x % grid_dim.y),
                  unsigned(number / grid_dim.x / grid_dim.y)};
   block.live = unsigned(block.threads.size());
-  block.waiting = block.phase = 0;
+  block.waiting = 0;
   for (Warp& warp : block.warps) {
     warp.groups.clear();
     warp.exited = 0;
@@ -101,7 +107,6 @@ void begin(Block& block, uint64_t number) {
     t.call = nullptr;
     t.code = nullptr;
     t.mask = 0;
-    renew(t.fiber);
   }
   void* dynamic = nullptr;
   if (posix_memalign(&dynamic, 128, launch.request.shared_bytes)) abort();
@@ -174,21 +179,27 @@ std::string refused(const Request& r) {
   std::string kernel = text("\n    kernel ", simt_entry.name, "\n    fix: ");
   for (int i = 0; i < 3; i++) {
     if (!r.grid[i] || !r.block[i])
-      return text("grid ", three(r.grid), " of blocks ", three(r.block), " is empty", kernel, "launch nothing where there is nothing to do");
+      return text("grid ", three(r.grid), " of blocks ", three(r.block), " is empty", kernel,
+                  "launch nothing where there is nothing to do");
   }
   if (r.grid[0] > 0x7fffffffu || r.grid[1] > 65535 || r.grid[2] > 65535)
-    return text("grid ", three(r.grid), " is over the limit (2147483647, 65535, 65535)", kernel, "put the largest number first");
+    return text("grid ", three(r.grid), " is over the limit (2147483647, 65535, 65535)", kernel,
+                "put the largest number first");
   uint64_t threads = uint64_t(r.block[0]) * r.block[1] * r.block[2];
   if (r.block[0] > 1024 || r.block[1] > 1024 || r.block[2] > 64 || threads > max_threads)
-    return text("block ", three(r.block), " has ", number(threads), " threads, over the limit of 1024 (at most 1024, 1024, 64 a dimension)",
-                kernel, "smaller blocks");
+    return text("block ", three(r.block), " has ", number(threads),
+                " threads, over the limit of 1024 (at most 1024, 1024, 64 a dimension)", kernel, "smaller blocks");
+#if defined(SIMT_ADDRESS)
+  uint64_t declared = 0;  // red zones, and variables of other kernels of the text, stand between these addresses
+#else
   uint64_t declared = simt_shared_used - simt_shared_start;
+#endif
   if (declared > max_static_bytes)
-    return text(number(declared), " bytes of __shared__ variables are over the limit of ", number(max_static_bytes), kernel,
-                "dynamic shared memory, which may be larger");
+    return text(number(declared), " bytes of __shared__ variables are over the limit of ", number(max_static_bytes),
+                kernel, "dynamic shared memory, which may be larger");
   if (declared + r.shared_bytes > max_shared_bytes)
-    return text("shared memory of ", number(r.shared_bytes), " bytes, and ", number(declared), " declared, is over the limit of ",
-                number(max_shared_bytes), kernel, "smaller tiles");
+    return text("shared memory of ", number(r.shared_bytes), " bytes, and ", number(declared),
+                " declared, is over the limit of ", number(max_shared_bytes), kernel, "smaller tiles");
   return {};
 }
 
@@ -200,6 +211,9 @@ void turn(const char* call, At at) {
   current->code = nullptr;
   switch_fiber(current->fiber, scheduler);
 }
+
+void note_change() { changed = true; }
+long long tick() { return ++ticks; }
 
 }  // namespace simt
 
@@ -218,12 +232,14 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   unsigned count = block_dim.x * block_dim.y * block_dim.z;
   uint64_t total = uint64_t(grid_dim.x) * grid_dim.y * grid_dim.z;
   launch.total = total * count;
-  size_t together = request->cooperative ? total : 1;
-  while (blocks.size() < together) blocks.push_back(new Block);
-  for (size_t i = 0; i < together; i++) populate(*blocks[i], count);
+  size_t together = request->cooperative ? total : 1, kept = together;
 #if defined(SIMT_THREAD)
   scheduler.tsan = __tsan_get_current_fiber();
+  if (together == 1)
+    kept = 2;  // a block is not run by the threads of the one before it: between them TSan would see no race
 #endif
+  while (blocks.size() < kept) blocks.push_back(new Block);
+  for (size_t i = 0; i < kept; i++) populate(*blocks[i], count);
   std::vector<uint64_t> numbers;  // of the blocks, in the order in which they begin
   if (request->order == 2) {
     for (uint64_t i = 0; i < total; i++) numbers.push_back(i);
@@ -232,8 +248,9 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   auto number = [&](uint64_t i) { return request->order == 2 ? numbers[i] : request->order == 1 ? total - 1 - i : i; };
   auto take = [&] { return uint64_t(__atomic_fetch_add(request->next, int64_t(together), __ATOMIC_RELAXED)); };
   for (uint64_t i; launch.fault.empty() && (i = take()) < total;) {
-    launch.alive.assign(blocks.begin(), blocks.begin() + together);
-    for (size_t j = 0; j < together; j++) begin(*blocks[j], number(i + j));
+    auto first = blocks.begin() + i % kept;
+    launch.alive.assign(first, first + together);
+    for (size_t j = 0; j < together; j++) begin(*launch.alive[j], number(i + j));
     run();
 #if !defined(SIMT_THREAD)
     bury();
@@ -242,7 +259,7 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   acquire(&launch.memory[3]);
   bury();  // under TSan not before: whoever frees must have waited, and then so would have the blocks that follow
   for (size_t i = 8; i < blocks.size(); i++) {  // few launches are cooperative: give the many stacks back
-    munmap(blocks[i]->stacks, (blocks[i]->threads.size() + 1) * stack_bytes);
+    discard(*blocks[i]);
     delete blocks[i];
   }
   if (blocks.size() > 8) blocks.resize(8);

@@ -40,7 +40,9 @@ constexpr int warpSize = 32;
 #undef assert
 #define assert(what) \
   ((what) ? void() : simt::fault("assert", simt::At::current(), "what made it false", "%s does not hold", #what))
-inline void __trap(simt::At at = simt::At::current()) { simt::fault("__trap", at, "what led here", "the kernel gave up"); }
+inline void __trap(simt::At at = simt::At::current()) {
+  simt::fault("__trap", at, "what led here", "the kernel gave up");
+}
 
 #include "atomics.hpp"
 #include "barriers.hpp"

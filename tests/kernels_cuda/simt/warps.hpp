@@ -19,7 +19,8 @@ uint64_t bits(T value) {
 
 template <class T>
 T shuffle(const char* call, unsigned mask, T value, int source, int width, At at) {
-  if (width < 1 || width > 32 || width & (width - 1)) fault(call, at, "1, 2, 4, 8, 16 or 32", "a width of %d lanes", width);
+  if (width < 1 || width > 32 || width & (width - 1))
+    fault(call, at, "1, 2, 4, 8, 16 or 32", "a width of %d lanes", width);
   uint64_t taken = meet(Op::shuffle, call, mask, bits(value), source, at);
   std::memcpy(static_cast<void*>(&value), &taken, sizeof value);
   return value;
@@ -27,12 +28,15 @@ T shuffle(const char* call, unsigned mask, T value, int source, int width, At at
 
 }  // namespace simt
 
-inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_AT) { simt::meet(simt::Op::sync, "__syncwarp", mask, 0, 0, at); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_AT) {
+  simt::meet(simt::Op::sync, "__syncwarp", mask, 0, 0, at);
+}
 
 // A lane beyond its own section of `width` lanes reads itself.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, SIMT_AT) {
-  return simt::shuffle("__shfl_sync", mask, value, (static_cast<int>(simt::lane) & -width) | (source & (width - 1)), width, at);
+  return simt::shuffle("__shfl_sync", mask, value, (static_cast<int>(simt::lane) & -width) | (source & (width - 1)),
+                       width, at);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_AT) {
