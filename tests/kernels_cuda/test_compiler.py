@@ -19,6 +19,11 @@ INSTANCES = (
     ("gemv.cu", "gemv<float, 4, 8, 4, NO_NORM>"),
     ("add_rms_norm.cu", "add_rms_norm<bf16, 8, 2, 256>"),
     ("add_rms_norm.cu", "add_rms_norm<float, 4, 4, 256>"),
+    ("decode_attention.cu", "decode_attention<bf16, 8, 4, 8, 1, 8, 1>"),
+    ("decode_attention.cu", "decode_attention<bf16, 8, 8, 32, 1, 32, 1>"),
+    ("decode_attention.cu", "decode_attention<float, 4, 8, 32, 2, 32, 2>"),
+    ("qkv_rope_cache.cu", "qkv_rope_cache<bf16, 2, NO_NORM>"),
+    ("qkv_rope_cache.cu", "qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>"),
 )
 
 

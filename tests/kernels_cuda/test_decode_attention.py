@@ -105,10 +105,15 @@ def random_case(seed: int) -> dict[str, Any]:
     slots = r.choice([1, 7, 32, 33, 200, r.randrange(1, 700)])
     tokens = min(slots, r.choice([1, 1, 1, 2, 3]))
     ring = r.random() < 0.3 and tokens == 1
-    lengths = [r.choice([0, 1, r.randrange(slots + 1), slots + ring * r.randrange(99)]) for _ in range(r.choice([1, 3]))]
+    lengths = [
+        r.choice([0, 1, r.randrange(slots + 1), slots + ring * r.randrange(99)]) for _ in range(r.choice([1, 3]))
+    ]
     widths = [r.choice([64, 80, 96, 128, 192, 256, r.randrange(1, 257)]) for _ in "kv"]
     rules = {"softcap": r.choice([None, 2.0]), "window": r.choice([None, 1, 20]), "causal": r.random() < 0.8}
-    heads, dtype = (r.choice([1, 3]), r.choice([1, 2, 3, 5, 11])), r.choice([torch.float32, torch.bfloat16, torch.float16])
+    heads, dtype = (
+        (r.choice([1, 3]), r.choice([1, 2, 3, 5, 11])),
+        r.choice([torch.float32, torch.bfloat16, torch.float16]),
+    )
     more = {"tokens": tokens, "ring": ring, "sinks": r.random() < 0.3, "seed": seed}
     return case(dtype, lengths, slots, heads, (widths[0], widths[r.random() < 0.3]), **more, **rules)
 
@@ -142,7 +147,9 @@ def test_bad_input_is_refused_before_a_launch():
             OP(q, k, v, **{name: x for name, x in {**given, **change}.items() if name not in "qkv"})
         assert launches == []
         messages.append(str(error.value))
-    assert_expected_inline("\n".join(messages), """\
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
 decode_attention(k=...): H=3 query heads do not divide over K=2 key/value heads
 decode_attention(k_positions=...): T is 20 in k but 19 in k_positions
     k          : B T K E = 2 20 2 16
@@ -155,7 +162,8 @@ decode_attention(v=...): T is 20 in k but 19 in v
                    ^^
     so far: B=2 S=1 H=4 E=16 T=20 K=2
 decode_attention_split(k=...): it is torch.bfloat16, and q torch.float32
-    fix: k.to(q.dtype)""")
+    fix: k.to(q.dtype)""",
+    )
 
 
 def test_a_row_is_the_same_whatever_rows_are_beside_it():

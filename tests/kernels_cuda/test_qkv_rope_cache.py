@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from meshfn.functional.primitive import PRIMITIVES
+from meshfn.functional.shapes import ShapeError
 from meshfn.kernels_cuda import qkv_rope_cache
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
@@ -72,12 +75,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_against_fp64(name):
+def check(args: list[Any], options: dict[str, Any], **host: Any) -> list[Tensor]:
     """The error is at most 1.5 times the plain function's in the same dtype. No byte changes but those of the slots
     that tokens go to."""
-    args, options = CASES[name]
-    found = run(args, options)
+    found = run(args, options, **host)
     right, usual = results(PLAIN, args, options, torch.float64), results(PLAIN, args, options)
     assert torch.equal(found[1], right[1])
     for what, f, u, r in zip(RESULTS, found, usual, right, strict=True):
@@ -85,9 +86,81 @@ def test_against_fp64(name):
         assert torch.equal(f.isnan(), r.isnan()), what
         f, u, r = (x.nan_to_num(0) for x in (f, u, r))
         assert (f - r).abs().max() <= 1.5 * (u - r).abs().max() + 1e-7 * r.abs().max(), what
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_fp64(name):
+    found = check(*CASES[name])
     for order in ("reversed", "shuffled:3"):
-        for what, f, other in zip(RESULTS, found, run(args, options, order=order), strict=True):
+        for what, f, other in zip(RESULTS, found, run(*CASES[name], order=order), strict=True):
             assert torch.equal(f.nan_to_num(0), other.nan_to_num(0)), (order, what)
+
+
+def random_case(seed: int) -> tuple[list[Any], dict[str, Any]]:
+    r = random.Random(seed)
+    slots = r.choice([3, 33, 600, r.randrange(3, 700)])
+    ring = r.choice([None, None, slots, max(1, slots - 5)])
+    tokens = 1 if ring else r.choice([1, 1, 2, 3])
+    rows = []
+    for _ in range(r.choice([1, 2, 4])):
+        last = r.randrange(3 * slots if ring else slots)
+        rows.append([-1 if r.random() < 0.2 or last - i < 0 else last - i for i in range(tokens)][::-1])
+    k_width = r.choice([64, 80, 128, 256, r.randrange(1, 257)])
+    rotary = 2 * r.randrange(k_width // 2 + 1)
+    dtype, heads = r.choice([torch.float32, torch.bfloat16, torch.float16]), (r.choice([1, 4, 7]), r.choice([1, 2, 5]))
+    given = {"rotary": rotary, "norm": r.random() < 0.5, "asked": r.randrange(1, (ring or slots) + 1), "seed": seed}
+    options = {name: r.random() < 0.5 for name in ("interleaved", "zero_centered", "scale_in_fp32")}
+    return case(dtype, rows, slots, heads, (k_width, r.choice([k_width, 96])), **given, ring=ring, **options)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_random_shapes(first):
+    for seed in range(first, first + 20):
+        check(*random_case(seed), order=f"shuffled:{seed}")
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(("name", "sanitizer"), itertools.product(CASES, ["address", "undefined", "thread"]))
+def test_sanitizers_are_silent(name, sanitizer):
+    check(*CASES[name], sanitizer=sanitizer)
+
+
+def test_bad_input_is_refused_before_a_launch():
+    args, options = case(torch.float32, [[4], [-1]], 6, (2, 1), (16, 16), rotary=16, norm=True)
+    changes: list[dict[str, Any]] = [
+        {"k": args[1][..., :8]},
+        {"v_cache": args[8][:, :5]},
+        {"k_norm": None},
+        {"cos": torch.ones(2, 1, 9), "sin": torch.ones(2, 1, 9)},
+        {"q_norm": args[5].half()},
+    ]
+    messages = []
+    for change in changes:
+        with host_ops() as launches, pytest.raises((ShapeError, TypeError)) as error:
+            OP(**{**dict(zip(NAMES, args, strict=True)), **change}, **options)
+        assert launches == []
+        messages.append(str(error.value))
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
+qkv_rope_cache(k=...): E is 16 in q but 8 in k
+    q: B S H E = 2 1 2 16
+    k: B S K E = 2 1 1 8
+                       ^
+    so far: B=2 S=1 H=2 E=16 K=1
+qkv_rope_cache(v_cache=...): T is 6 in k_cache but 5 in v_cache
+    k_cache: B T K E = 2 6 1 16
+    v_cache: B T K V = 2 5 1 16
+                         ^
+    so far: B=2 S=1 H=2 E=16 K=1 V=16 Q=8 T=6
+qkv_rope_cache: q_norm and k_norm are needed together
+    fix: pass both, or neither
+qkv_rope_cache(cos=...): R is 18, more than E=16 in q
+qkv_rope_write(q_norm=...): it is torch.float16, and q torch.float32
+    fix: q_norm.to(q.dtype)""",
+    )
 
 
 def test_against_transformers():
