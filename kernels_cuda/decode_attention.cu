@@ -2,77 +2,25 @@
 //
 //   o[i] = sum_t softmax_t(scale * q[i].k[t]) v[t]            q `B S H E`, k `B T K E`, v `B T K V`, out `B S H V`
 //
+// times sigmoid(gate), where there is one.
+//
 // A block takes a row, a key/value head and up to QUERIES of the queries that read it (the heads of a group, times S), so
 // that a key is read once for all of them. Slots come in tiles of 32. The tiles are dealt out, one by one, to the warps of
 // gridDim.x blocks, whatever the context is; a warp keeps a softmax of its own as it goes. At the end those of a block
 // are joined in shared memory, those of several blocks by the last to arrive, always in the same order.
 //
 // A tile in which no query sees a slot is not read. Of the others no slot is read that none of them sees.
-#include "common.cuh"
+#include "softmax.cuh"
 
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 constexpr int TILE = 32;        // slots, one a lane where a softmax is taken
 constexpr int MOST_SPLITS = 128;
-constexpr float LOWEST = -3.402823466e38f;  // of a softmax that saw nothing
 
 // Of how many steps the loads are in flight: as many as there are registers for, beside those of the queries.
 __device__ constexpr int steps_ahead(int lanes, int each, int queries) {
   const int steps = (queries > 4 ? 4 : 8) / each;
   return steps < 1 ? 1 : steps < lanes ? steps : lanes;
-}
-
-// Sums of N numbers over LANES neighbouring lanes, dealt out to these as far as they go: a lane keeps the sums
-// first .. first + max(1, N / LANES) - 1 of those numbers. Each step sends half of what is left.
-template <int N, int LANES> __device__ __forceinline__ void deal_sums(float (&x)[N], int& first) {
-  const int lane = threadIdx.x % LANES;
-  int left = N;
-  first = 0;
-#pragma unroll
-  for (int apart = LANES / 2; apart > 0; apart /= 2) {
-    const bool upper = lane & apart;
-    if (left > 1) {
-      left /= 2;
-      if (upper) first += left;
-#pragma unroll
-      for (int i = 0; i < N / 2; i++) {
-        if (i >= left) continue;
-        const float sent = upper ? x[i] : x[i + left], kept = upper ? x[i + left] : x[i];
-        x[i] = kept + __shfl_xor_sync(ALL_LANES, sent, apart);
-      }
-    } else {
-      x[0] += __shfl_xor_sync(ALL_LANES, x[0], apart);
-    }
-  }
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, lanes));
-  return x;
-}
-
-// A softmax so far: its highest score, and the sum of exp(score - highest).
-struct Softmax {
-  float highest, sum;
-};
-
-// Joins `count` softmaxes of each query, a warp a query: writes what each of them counts in the whole, and the whole.
-template <int QUERIES, class Part>
-__device__ __forceinline__ void join(int count, Part part, float* counts, Softmax* whole) {
-  for (int i = threadIdx.x / 32; i < QUERIES; i += WARPS) {
-    float highest = LOWEST, sum = 0.f;
-    for (int p = threadIdx.x % 32; p < count; p += 32) highest = fmaxf(highest, part(p, i).highest);
-    highest = warp_max(highest);
-    for (int p = threadIdx.x % 32; p < count; p += 32) {
-      const Softmax one = part(p, i);
-      const float by = one.sum == 0.f ? 0.f : expf(one.highest - highest);
-      counts[p * QUERIES + i] = by;
-      sum = fmaf(by, one.sum, sum);
-    }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) whole[i] = {highest, sum};
-  }
 }
 
 // T: of all tensors. VEC: numbers a load. QUERIES: that read a key, or more. A key is read by K_LANES lanes, K_EACH loads
@@ -82,8 +30,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     decode_attention(const T* q, long long q_row, long long q_token, long long q_head, const T* k, long long k_row,
                      long long k_slot, long long k_head, const T* v, long long v_row, long long v_slot, long long v_head,
                      const long long* q_positions, long long q_positions_row, long long q_positions_token,
-                     const long long* k_positions, long long k_positions_row, long long k_positions_slot, const T* sinks,
-                     T* out, float2* partial_softmax, float* partial, unsigned* arrived, int slots, int tokens,
+                     const long long* k_positions, long long k_positions_row, long long k_positions_slot, const T* gate,
+                     long long gate_row, long long gate_token, long long gate_head, const T* sinks, T* out, float2* partial_softmax, float* partial, unsigned* arrived, int slots, int tokens,
                      int groups, int k_width, int v_width, int causal, int window, float scale, float softcap) {
   constexpr int K_AHEAD = steps_ahead(K_LANES, K_EACH, QUERIES), V_AHEAD = steps_ahead(V_LANES, V_EACH, QUERIES);
   constexpr int K_STEP = 32 / K_LANES, V_STEP = 32 / V_LANES;  // slots a step
@@ -261,7 +209,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
   }
   __syncthreads();
-  join<QUERIES>(WARPS, [&](int p, int i) { return softmaxes[p][i]; }, counts, whole);
+  join<QUERIES, WARPS>(WARPS, [&](int p, int i) { return softmaxes[p][i]; }, counts, whole);
   __syncthreads();
   const int numbers = queries * v_width;
   const long long apart = (long long)QUERIES * v_width;
@@ -300,7 +248,7 @@ __global__ void __launch_bounds__(THREADS, 2)
       const float2 found = __ldcg(&partial_softmax[p * QUERIES + i]);
       return Softmax{found.x, found.y};
     };
-    join<QUERIES>(gridDim.x, of_block, counts, whole);
+    join<QUERIES, WARPS>(gridDim.x, of_block, counts, whole);
     __syncthreads();
   }
   const int heads = gridDim.y / chunks * groups;
@@ -313,7 +261,10 @@ __global__ void __launch_bounds__(THREADS, 2)
       by = expf(whole[i].highest - highest);
       total = total * by + expf(sink - highest);
     }
-    const long long to = ((long long)row * tokens + token_of(i)) * heads + head_of(i);
-    out[to * v_width + n % v_width] = narrow<T>(total == 0.f ? 0.f : value * by / total);
+    float o = total == 0.f ? 0.f : value * by / total;
+    const int token = token_of(i), channel = n % v_width;
+    if (gate != nullptr)
+      o /= 1.f + expf(-wide(gate[row * gate_row + token * gate_token + head_of(i) * gate_head + channel]));
+    out[(((long long)row * tokens + token) * heads + head_of(i)) * v_width + channel] = narrow<T>(o);
   }
 }

@@ -41,13 +41,15 @@ def _reference(
     q_positions: Tensor,
     k_positions: Tensor,
     sinks: Tensor | None,
+    gate: Tensor | None,
     *,
     causal: bool,
     window: int | None,
     softcap: float | None,
     softmax_scale: float | None,
 ) -> Tensor:
-    """q `B S H E`, k `B T K E`, v `B T K V`, positions `B|1 S` and `B|1 T`, sinks `H` -> `B S H V`."""
+    """q `B S H E`, k `B T K E`, v `B T K V`, positions `B|1 S` and `B|1 T`, sinks `H`, gate `B S H V` ->
+    `B S H V`."""
     return F.decode_attention(
         q,
         k,
@@ -59,11 +61,19 @@ def _reference(
         window=window,
         softcap=softcap,
         softmax_scale=softmax_scale,
+        gate=gate,
     )
 
 
 def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor, sinks: Tensor | None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_positions: Tensor,
+    k_positions: Tensor,
+    sinks: Tensor | None,
+    gate: Tensor | None,
+    **options: Any,
 ) -> Tensor:
     sizes = check_shapes(
         "decode_attention",
@@ -73,6 +83,7 @@ def _outputs(
         q_positions=(q_positions, "B? S"),
         k_positions=(k_positions, "B? T"),
         sinks=(sinks, "H"),
+        gate=(gate, "B S H V"),
     )
     if sizes["K"] == 0 or sizes["H"] % sizes["K"]:
         raise ShapeError(
@@ -89,6 +100,7 @@ def _launches(
     q_positions: Tensor,
     k_positions: Tensor,
     sinks: Tensor | None,
+    gate: Tensor | None,
     *,
     causal: bool,
     window: int | None,
@@ -118,6 +130,7 @@ def _launches(
         args=(
             *(part for x in (q, k, v) for part in (x, *map(long, x.stride()[:3]))),
             *(part for x in (q_positions, k_positions) for part in (x, *_steps(x))),
+            *(gate, *map(long, (0, 0, 0) if gate is None else gate.stride()[:3])),
             *(sinks, out, softmaxes, partial, counters),
             *map(integer, (slots, tokens, groups, k_width, v_width, causal, window or 0)),
             real(k_width**-0.5 if softmax_scale is None else softmax_scale),
@@ -161,6 +174,7 @@ def _call(
     kv_index: None = None,
     head_offset: int | None = None,
     local_heads: int | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     out: Tensor = _decode_attention(
         q,
@@ -169,6 +183,7 @@ def _call(
         q_positions,
         k_positions,
         sinks,
+        gate,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -184,7 +199,7 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
     """Of a call of `decode_attention`: None where the kernel computes it, else the reason why not."""
     q, k, v = (arguments[name] for name in ("q", "k", "v"))
     positions = [arguments[name] for name in ("q_positions", "k_positions")]
-    if (reason := arch_rule(arch) or dtype_rule(q, k, v, arguments["sinks"])) is not None:
+    if (reason := arch_rule(arch) or dtype_rule(q, k, v, arguments["sinks"], arguments["gate"])) is not None:
         return reason
     for name in ("mask", "kv_index"):
         if arguments[name] is not None:
@@ -195,4 +210,4 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
         return f"{q.shape[1]} queries a row, at most {MOST_TOKENS}"
     if (width := max(q.shape[3], v.shape[3])) > MOST_WIDTH:
         return f"heads of {width}, at most {MOST_WIDTH}"
-    return by_rows(q=[q], k=[k], v=[v])
+    return by_rows(q=[q], k=[k], v=[v], gate=[arguments["gate"]])

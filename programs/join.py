@@ -2,6 +2,7 @@
 
     residual + (linear(x, w) + bias)   ->   linear_add
     normalised(x + residual)           ->   add_norm, and the sum
+    decode_attention(..) * sigmoid(z)  ->   decode_attention(.., gate=z)
 
 `programs/join_cache.py` joins what stands in front of attention.
 
@@ -33,7 +34,9 @@ _NORM_OPTIONS = ("norm_type", "eps", "zero_centered", "scale_in_fp32")
 def join(graph: fx.Graph, taken: Taken) -> bool:
     """Join what can be joined within one graph; whether anything was."""
     adds = [node for node in graph.nodes if _is_add(node)]
-    return any(_linear_add(node, taken) or _add_norm(node, taken) for node in adds)
+    products = [node for node in graph.nodes if node.op == "call_function" and node.target is operator.mul]
+    joined = any(_linear_add(node, taken) or _add_norm(node, taken) for node in adds)
+    return joined or any(_gate(node, taken) for node in products)
 
 
 def _is_add(node: fx.Node) -> bool:
@@ -122,6 +125,27 @@ def _normalises(user: fx.Node, x: fx.Node) -> bool:
     """Whether a primitive normalises x, with a weight, as the first thing it does."""
     known = any(is_primitive(user, name) for name in ("norm_linear", "gated_mlp", "plain_mlp", "normalize"))
     return known and user.args[0] is x and user.args[1] is not None
+
+
+def _gate(product: fx.Node, taken: Taken) -> bool:
+    """Attention and the sigmoid that multiplies it, both of nobody else's use."""
+    attend, opened = product.args
+    if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in product.args):
+        return False
+    if not is_primitive(attend, "decode_attention") or (opened.op, opened.target) != ("call_method", "sigmoid"):
+        return False
+    gate = opened.args[0]
+    if _shape(gate) != _shape(product) or attend.kwargs.get("gate") is not None:
+        return False
+    new = call_before(product, "decode_attention", attend.args, value_of(product), {**attend.kwargs, "gate": gate})
+    if not taken(new):
+        product.graph.erase_node(new)
+        return False
+    new.name = attend.name
+    product.replace_all_uses_with(new)
+    for node in (product, attend, opened):
+        product.graph.erase_node(node)
+    return True
 
 
 def _same_shapes(add: fx.Node) -> bool:

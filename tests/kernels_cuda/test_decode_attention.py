@@ -24,7 +24,7 @@ NAN = float("nan")
 
 def case(
     dtype: torch.dtype, lengths: list[int], slots: int, heads: tuple[int, int], widths: tuple[int, int], *,
-    tokens: int = 1, ring: bool = False, sinks: bool = False, seed: int = 0, **rules: Any,
+    tokens: int = 1, ring: bool = False, sinks: bool = False, gate: bool = False, seed: int = 0, **rules: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Arguments of the primitive. lengths: of each row with its queries; 0 for a row without a token. Slots that no row
     has written hold NaN, and keys and values are views of a longer cache."""
@@ -46,7 +46,8 @@ def case(
     q = randn(batch, tokens, kv_heads * groups, 2 * widths[0])[..., : widths[0]]  # beside a gate
     q[q_positions < 0] = NAN
     given = {"q": q, "k": k, "v": v, "q_positions": q_positions, "k_positions": k_positions, **rules}
-    return {**given, "sinks": randn(kv_heads * groups)} if sinks else given
+    given |= {"sinks": randn(kv_heads * groups)} if sinks else {}
+    return given | ({"gate": randn(batch, tokens, kv_heads * groups, widths[1] + 8)[..., 8:]} if gate else {})
 
 
 def run(given: dict[str, Any], **host: Any) -> Tensor:
@@ -70,14 +71,14 @@ CASES = {
         torch.bfloat16, [0, 1, 31, 32, 33, 4097], 4097, (1, 2), (64, 64), seed=1
     ),
     "three heads a key, softcap and a window": case(
-        torch.float16, [5, 140, 77], 150, (2, 3), (96, 96), softcap=3.0, window=40
+        torch.float16, [5, 140, 77], 150, (2, 3), (96, 96), softcap=3.0, window=40, gate=True
     ),
     "odd widths, sinks": case(torch.float32, [70, 0, 1], 70, (3, 1), (33, 20), sinks=True, softmax_scale=0.3),
     "more queries than a block takes": case(torch.bfloat16, [130], 200, (1, 12), (192, 128)),
     "three tokens, both ways, wide": case(
         torch.float32, [100, 2], 128, (1, 2), (256, 80), tokens=3, causal=False, window=30
     ),
-    "a ring, several tokens": case(torch.bfloat16, [100, 20], 40, (2, 2), (80, 80), ring=True, tokens=2, window=39),
+    "a ring, several tokens": case(torch.bfloat16, [100, 20], 40, (2, 2), (80, 80), ring=True, tokens=2, window=39, gate=True),
 }
 
 
@@ -114,7 +115,7 @@ def random_case(seed: int) -> dict[str, Any]:
         (r.choice([1, 3]), r.choice([1, 2, 3, 5, 11])),
         r.choice([torch.float32, torch.bfloat16, torch.float16]),
     )
-    more = {"tokens": tokens, "ring": ring, "sinks": r.random() < 0.3, "seed": seed}
+    more = {"tokens": tokens, "ring": ring, "sinks": r.random() < 0.3, "gate": r.random() < 0.3, "seed": seed}
     return case(dtype, lengths, slots, heads, (widths[0], widths[r.random() < 0.3]), **more, **rules)
 
 
@@ -191,25 +192,26 @@ def test_against_transformers(family):
 
 
 def test_as_an_op():
-    given = case(torch.float32, [9, 0], 20, (1, 2), (16, 16), sinks=True)
-    args = [given[name].clone() for name in ("q", "k", "v", "q_positions", "k_positions", "sinks")]
+    given = case(torch.float32, [9, 0], 20, (1, 2), (16, 16), sinks=True, gate=True)
+    args = [given[name].clone() for name in ("q", "k", "v", "q_positions", "k_positions", "sinks", "gate")]
     args[1:3] = [x.nan_to_num(0) for x in args[1:3]]
     args[0] = args[0].nan_to_num(0)
     options = {"causal": True, "window": None, "softcap": None, "softmax_scale": None}
-    for x in (*args[:3], args[5]):
+    trained = (*args[:3], *args[5:])
+    for x in trained:
         x.requires_grad_()
     with host_ops():
         torch.library.opcheck(torch.ops.meshfn_cuda.decode_attention_split.default, args, options)
         found = torch.ops.meshfn_cuda.decode_attention_split.default(*args, **options).sum()
-    wanted = F.decode_attention(*args[:3], q_positions=args[3], k_positions=args[4], sinks=args[5]).sum()
-    given_by = torch.autograd.grad(found, (*args[:3], args[5]))
-    torch.testing.assert_close(given_by, torch.autograd.grad(wanted, (*args[:3], args[5])))
+    q, k, v, q_positions, k_positions, sinks, gate = args
+    wanted = F.decode_attention(q, k, v, q_positions=q_positions, k_positions=k_positions, sinks=sinks, gate=gate).sum()
+    torch.testing.assert_close(torch.autograd.grad(found, trained), torch.autograd.grad(wanted, trained))
 
 
 def test_what_it_does_not_take():
     def reason(arch: str = "sm_90", **changes: Any) -> str | None:
         given = case(torch.float32, [9, 0], 20, (1, 2), (16, 16))
-        defaults = dict.fromkeys(("mask", "kv_index", "sinks"))
+        defaults = dict.fromkeys(("mask", "kv_index", "sinks", "gate"))
         return decode_attention.supports({**defaults, **given, **changes}, arch)
 
     k = case(torch.float32, [9, 0], 20, (1, 2), (16, 16))["k"]
