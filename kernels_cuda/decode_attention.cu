@@ -1,4 +1,4 @@
-// A few queries a row against a cache, keys and values read once:
+// A few queries a row against a cache, keys and values read once (flash-decoding, Dao et al. 2023):
 //
 //   o[i] = sum_t softmax_t(scale * q[i].k[t]) v[t]            q `B S H E`, k `B T K E`, v `B T K V`, out `B S H V`
 //
@@ -94,9 +94,16 @@ __global__ void __launch_bounds__(THREADS, 2)
            (window == 0 || (back < window && (causal || -back < window)));
   };
 
-  for (int tile = warp * gridDim.x + blockIdx.x; present && tile * TILE < slots; tile += WARPS * gridDim.x) {
-    const int slot = tile * TILE + lane;  // whose softmax this lane takes
-    const int position = slot < slots ? max(-1ll, k_positions[slot * k_positions_slot]) : -1;
+  auto position_of = [&](int tile) {  // of the slot whose softmax this lane takes
+    const int slot = tile * TILE + lane;
+    return slot < slots ? static_cast<int>(max(-1ll, k_positions[slot * k_positions_slot])) : -1;
+  };
+
+  const int first_tile = warp * gridDim.x + blockIdx.x, apart_tiles = WARPS * gridDim.x;
+  int next = present ? position_of(first_tile) : -1;
+  for (int tile = first_tile; present && tile * TILE < slots; tile += apart_tiles) {
+    const int position = next;
+    next = position_of(tile + apart_tiles);  // on its way while this tile is read
     bool seen = false;
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) seen |= sees(i, position);
