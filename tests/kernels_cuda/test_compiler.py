@@ -45,9 +45,9 @@ gemv<fp16, 8, 4, 4, RMS_ZERO_CENTERED_IN_FP32>      128  125  126  121  126   38
 gemv<float, 4, 8, 4, NO_NORM>                       124   94   94  121  106   641 B
 add_rms_norm<bf16, 8, 2, 256>                        64   64   95   89   89    32 B
 add_rms_norm<float, 4, 4, 256>                       72   72   78   74   74    32 B
-decode_attention<bf16, 8, 4, 8, 1, 8, 1>            168  175  212  211  208  4272 B
-decode_attention<bf16, 8, 8, 32, 1, 32, 1>          239  246  255  255  255  8528 B
-decode_attention<float, 4, 8, 32, 2, 32, 2>         223  225  225  239  239  8528 B
+decode_attention<bf16, 8, 4, 8, 1, 8, 1>            176  174  214  217  214  4272 B
+decode_attention<bf16, 8, 8, 32, 1, 32, 1>          244  248  255  255  255  8528 B
+decode_attention<float, 4, 8, 32, 2, 32, 2>         224  226  225  237  237  8528 B
 qkv_rope_cache<bf16, 2, NO_NORM>                     48   48   44   40   46  1024 B
 qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>   47   48   45   45   56  4096 B""",
     )
