@@ -90,7 +90,7 @@ sample_advance (sample_advance): compiler (no cpu kernel)""",
     )
     assert sum(n.target is KERNEL.op for n in walk(graph)) == 1
     assert {primitive_name(n) for n in walk(graph)} - {None} == {
-        "norm_linear", "apply_rope", "decode_attention", "sample_advance",
+        "norm_linear", "apply_rope", "write_tokens", "slot_positions", "decode_attention", "sample_advance",
     }  # fmt: skip
 
 
