@@ -18,10 +18,14 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .primitive import primitive
 from .shapes import ShapeError
 from .tree import Tree, dim, pytree
 
-__all__ = ["Cache", "GDNCache", "KVCache", "LatentCache", "cache_update", "empty_caches", "latent_cache_update"]
+__all__ = [
+    "Cache", "GDNCache", "KVCache", "LatentCache", "cache_update", "empty_caches", "latent_cache_update",
+    "slot_positions", "write_tokens",
+]  # fmt: skip
 
 
 @pytree
@@ -90,43 +94,42 @@ def _update(
 ) -> tuple[Parts, Parts, Tensor]:
     """The parts of the new cache, what there is to read of each, and the positions of that."""
     slots = cache[0].shape[1]
-    if window is not None and window <= slots:
-        if positions.shape[1] == 1:
-            return _turn_ring(cache, new, positions, read, window)
-        return _rewrite_ring(cache, new, positions, read, window)
+    ring = window if window is not None and window <= slots else None
+    if ring is not None and positions.shape[1] != 1:
+        return _rewrite_ring(cache, new, positions, read, ring)
     if positions.shape[1] > slots:
         raise ShapeError(f"cache: {slots} slots are too few for {positions.shape[1]} new tokens")
     if read is None:
-        read = torch.arange(slots, device=positions.device)
-    write = _slots_of(positions, slots)
-    parts = _put(cache, new, write, positions)
-    k_positions = torch.where(read <= _last(positions), read, -1)
-    return parts, _first(parts, read.shape[0]), k_positions
+        read = torch.arange(ring or slots, device=positions.device)
+    # One token of a row is written to a ring first, since all that it sees is still there.
+    parts = tuple([write_tokens(old, x, positions, ring=ring) for old, x in zip(cache, new, strict=True)])
+    return parts, _first(parts, read.shape[0]), slot_positions(read, positions, ring=ring)
+
+
+@primitive
+def write_tokens(cache: Tensor, new: Tensor, positions: Tensor, *, ring: int | None = None) -> Tensor:
+    """cache `B T ...`, new `B S ...` -> the cache with each token in the slot of its position, `B S` (-1: in none).
+
+    ring: how many slots are one, in which a token's is its position modulo `ring`; then S is 1.
+    """
+    slots = _slots_of(positions, cache.shape[1]) if ring is None else positions % ring
+    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    padding = (positions < 0)[(..., *[None] * (new.dim() - 2))]
+    # Padding rewrites what its slot holds, which is nobody else's.
+    token = torch.where(padding, cache[rows, slots], new.to(cache.dtype))
+    return cache.index_put((rows, slots), token)
+
+
+@primitive
+def slot_positions(slots: Tensor, positions: Tensor, *, ring: int | None = None) -> Tensor:
+    """slots `n`, positions `B S` -> `B n`: the position of the token that each slot holds once those at `positions` are
+    written; -1 where it holds none of this row. ring: as in `write_tokens`."""
+    last = _last(positions)
+    return torch.where(slots <= last, slots, -1) if ring is None else _in_ring(slots, last, ring)
 
 
 def _first(parts: Parts, slots: int) -> Parts:
     return tuple([part.narrow(1, 0, slots) for part in parts])
-
-
-def _put(cache: Parts, new: Parts, slots: Tensor, positions: Tensor) -> Parts:
-    """The cache with new tokens in `slots` `B S`, all different within a row; padding rewrites what its slot holds."""
-    rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
-    found = []
-    for old, x in zip(cache, new, strict=True):
-        padding = (positions < 0)[(..., *[None] * (x.dim() - 2))]
-        token = torch.where(padding, old[rows, slots], x.to(old.dtype))
-        written = old.index_put((rows, slots), token)
-        found.append(written)
-    return tuple(found)
-
-
-def _turn_ring(
-    cache: Parts, new: Parts, positions: Tensor, read: Tensor | None, window: int
-) -> tuple[Parts, Parts, Tensor]:
-    """One token a row: it is written first, since all that it sees is still there."""
-    parts = _put(cache, new, positions % window, positions)
-    slots = torch.arange(window, device=positions.device) if read is None else read
-    return parts, _first(parts, slots.shape[0]), _in_ring(slots, positions, window)
 
 
 def _rewrite_ring(

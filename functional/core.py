@@ -154,9 +154,11 @@ def decode_attention(
     kv_index: Tensor | None = None,
     head_offset: int | None = None,
     local_heads: int | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`dot_product_attention` for a few queries against a long cache: positions are always given, documents are not
-    packed, all else is the same.
+    packed, all else is the same. gate: `B S H V`, whose sigmoid multiplies the result; a program's graph has it where
+    nothing stands between the two (`programs/join`).
 
     Written as products and sums over the cache as it lies, which a compiler fuses: nothing is copied, neither to group
     heads nor to hide empty slots. `programs/cpu.py` has a form that reads the cache once.
@@ -170,7 +172,8 @@ def decode_attention(
     scores = (wide(q_BSKGE)[:, :, None] * wide(k)[:, None, :, :, None]).sum(-1).permute(0, 3, 4, 1, 2)
     weights = masked_softmax(scores, q.shape[-1], softmax_scale, see, softcap, sinks)
     o = (weights.permute(0, 3, 4, 1, 2)[..., None] * wide(v)[:, None, :, :, None]).sum(2).flatten(2, 3)
-    return o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(v.dtype)
+    o = o.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(v.dtype)
+    return o if gate is None else o * gate.sigmoid()
 
 
 def visible(

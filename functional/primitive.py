@@ -25,11 +25,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def primitive(fn: Callable[P, R], *, differentiable: bool = True) -> Callable[P, R]:
+def primitive(fn: Callable[P, R], *, differentiable: bool = True, mutates: tuple[str, ...] = ()) -> Callable[P, R]:
     """Register the function as `torch.ops.meshfn.<its name>`; its annotations and defaults are the schema.
 
     differentiable: False for a function that has an `autograd.Function` in it, which the transforms of `torch.func` do
     not find within an operator under `torch.compile`; it is one node then where no gradient is taken, and else inlined.
+    mutates: the arguments that it writes, where a kernel does (`kernels_cuda`); no function of `functional` has any.
     """
     name = fn.__name__
     if "wire" in inspect.signature(fn).parameters:
@@ -38,7 +39,7 @@ def primitive(fn: Callable[P, R], *, differentiable: bool = True) -> Callable[P,
             "    fix: make primitives of what lies between two edges"
         )
     PRIMITIVES[name] = fn
-    _library.define(name + torch.library.infer_schema(fn, mutates_args=()))
+    _library.define(name + torch.library.infer_schema(fn, mutates_args=mutates))
     _library.impl(name, fn, "CompositeImplicitAutograd")
     # Without this key vmap would fall back to a slow loop over samples, with a warning.
     _library.impl(name, fn, "FuncTorchBatchedDecomposition")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import add_rms_norm, gdn_decode, gemv
+from . import add_rms_norm, decode_attention, gdn_decode, gemv, qkv_rope_cache
 from .compiler import ARCHITECTURES, CompileError, Cubin, compile_kernel, missing
 from .launch import Launch
 from .ops import OPS, Op
@@ -49,4 +49,6 @@ KERNELS = (
     Serves("gemv", "linear_add", gemv.linear_add, gemv.supports),
     Serves("add_rms_norm", "add_norm", add_rms_norm.add_norm, add_rms_norm.supports),
     Serves("gdn_decode", "gdn_step", gdn_decode.gdn_step, gdn_decode.supports, gdn_decode.STATES),
+    Serves("decode_attention", "decode_attention", decode_attention.decode_attention, decode_attention.supports),
+    Serves("qkv_rope_cache", "qkv_rope_cache", qkv_rope_cache.fused_qkv_rope_cache, qkv_rope_cache.supports),
 )

@@ -106,6 +106,9 @@ template <int N, int WARPS> __device__ __forceinline__ void block_sum(float (&x)
 
 // --- RMSNorm, rounded where functional/norm.py rounds ------------------------------------------------------------
 
+// A kernel's template takes one of these; its lowest bits are the options of `normed`.
+enum Norm { NO_NORM, RMS = 4, RMS_ZERO_CENTERED = 5, RMS_IN_FP32 = 6, RMS_ZERO_CENTERED_IN_FP32 = 7 };
+
 // inverse: 1 / sqrt(mean(x^2) + eps) of the row.
 template <class T>
 __device__ __forceinline__ float normed(float x, float inverse, float weight, bool zero_centered, bool scale_in_fp32) {

@@ -16,7 +16,6 @@ constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
 enum End { PLAIN, ACT, GATED, RESIDUAL };
-enum Norm { NO_NORM, RMS = 4, RMS_ZERO_CENTERED = 5, RMS_IN_FP32 = 6, RMS_ZERO_CENTERED_IN_FP32 = 7 };
 
 // The weights, stacked: row f of the stack is row f - first of one of them.
 template <class T> struct Stack {

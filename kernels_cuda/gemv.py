@@ -17,7 +17,7 @@ from ..functional.shapes import ShapeError, check_shapes
 from .device import scratch
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, dtype_rule, tokens_of
+from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, check_dtype, dtype_rule, tokens_of
 
 __all__ = ["MOST_TOKENS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
 
@@ -26,13 +26,6 @@ MOST_TOKENS = 8
 MOST_WEIGHTS = 6
 _ENDS = ("plain", "act", "gated", "residual")
 _ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu2")
-# (zero_centered, scale_in_fp32) -> the kernel's name of it
-_NORMS = {
-    (False, False): "RMS",
-    (True, False): "RMS_ZERO_CENTERED",
-    (False, True): "RMS_IN_FP32",
-    (True, True): "RMS_ZERO_CENTERED_IN_FP32",
-}
 # Blocks share the columns of a weight of so few rows that there would be fewer than this many of them.
 _ENOUGH_BLOCKS = 256
 
@@ -130,7 +123,7 @@ def _launches(
     blocks = -(-outputs // taken)
     # By the weight's shape alone, so that a sum is the same whatever the number of tokens.
     shares = max(1, min(8, _ENOUGH_BLOCKS // max(1, -(-outputs // 2)), width // (128 * vector)))
-    norm = "NO_NORM" if norm_weight is None else _NORMS[zero_centered, scale_in_fp32]
+    norm = "NO_NORM" if norm_weight is None else NORMS[zero_centered, scale_in_fp32]
     room = 1 << max(0, tokens - 1).bit_length()
     partial = counters = None
     if shares > 1:

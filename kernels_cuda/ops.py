@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional.primitive import PRIMITIVES
+from ..functional.primitive import NAMESPACE as PLAIN
 from .in_place import functional_form
 from .launch import Launch
 
@@ -95,7 +95,8 @@ def define(op: Op) -> Callable[..., Any]:
 
 def composite(primitive: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Register `torch.ops.meshfn_cuda.<primitive>`, made of other ops, with the arguments of the primitive."""
-    _library.define(primitive + torch.library.infer_schema(PRIMITIVES[primitive], mutates_args=()))
+    schema = getattr(getattr(torch.ops, PLAIN), primitive).default._schema
+    _library.define(str(schema).partition("::")[2])
     _library.impl(primitive, fn, "CompositeImplicitAutograd")
     # Where a transform of torch.func takes a call over: below this key its own functions are not found any more.
     _library.impl(primitive, fn, "FuncTorchDynamicLayerFrontMode")

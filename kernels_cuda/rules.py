@@ -10,10 +10,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = ["CPP_TYPES", "arch_rule", "by_rows", "check_dtype", "dtype_rule", "tokens_of"]
+__all__ = ["CPP_TYPES", "NORMS", "arch_rule", "by_rows", "check_dtype", "dtype_rule", "tokens_of"]
 
 CPP_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+)
+# (zero_centered, scale_in_fp32) -> the kernels' name of an RMSNorm
+NORMS: Mapping[tuple[bool, bool], str] = MappingProxyType(
+    {
+        (False, False): "RMS",
+        (True, False): "RMS_ZERO_CENTERED",
+        (False, True): "RMS_IN_FP32",
+        (True, True): "RMS_ZERO_CENTERED_IN_FP32",
+    }
 )
 OLDEST = 80
 

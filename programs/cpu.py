@@ -141,6 +141,7 @@ def decode_attention(
     kv_index: Tensor | None = None,
     head_offset: int | None = None,
     local_heads: int | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """As `functional.decode_attention`: a sum over E and one over T for each of the S G queries of a key, which the
     compiler joins into one loop over the keys and one over the values."""
@@ -161,8 +162,8 @@ def decode_attention(
     scores_BKGST = torch.stack(scores, 3)
     weights_BKGST = _once(masked_softmax(scores_BKGST, q.shape[-1], softmax_scale, see, softcap, sinks))
     o = [torch.stack([values_of(w_BKT) for w_BKT in w_BKGT.unbind(2)], 2) for w_BKGT in weights_BKGST.unbind(3)]
-    o_BSHV = torch.stack(o, 1).flatten(2, 3)
-    return o_BSHV.masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(dtype)
+    o_BSHV = torch.stack(o, 1).flatten(2, 3).masked_fill(~see.any(-1).transpose(1, 2)[..., None], 0).to(dtype)
+    return o_BSHV if gate is None else o_BSHV * gate.sigmoid()
 
 
 @_op

@@ -2,6 +2,9 @@
 
     residual + (linear(x, w) + bias)   ->   linear_add
     normalised(x + residual)           ->   add_norm, and the sum
+    decode_attention(..) * sigmoid(z)  ->   decode_attention(.., gate=z)
+
+`programs/join_cache.py` joins what stands in front of attention.
 
 Only nodes that stand directly behind one another are joined. An edge of a layout that moves something (a sum over
 ranks after the last projection) is a node between them, so nothing is ever joined across it.
@@ -19,7 +22,7 @@ from torch import fx
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .dynamo import value_of
 
-__all__ = ["join"]
+__all__ = ["Taken", "call_before", "is_primitive", "join"]
 
 # Says whether a kernel takes a primitive's node.
 Taken = Callable[[fx.Node], bool]
@@ -31,7 +34,9 @@ _NORM_OPTIONS = ("norm_type", "eps", "zero_centered", "scale_in_fp32")
 def join(graph: fx.Graph, taken: Taken) -> bool:
     """Join what can be joined within one graph; whether anything was."""
     adds = [node for node in graph.nodes if _is_add(node)]
-    return any(_linear_add(node, taken) or _add_norm(node, taken) for node in adds)
+    products = [node for node in graph.nodes if node.op == "call_function" and node.target is operator.mul]
+    joined = any(_linear_add(node, taken) or _add_norm(node, taken) for node in adds)
+    return joined or any(_gate(node, taken) for node in products)
 
 
 def _is_add(node: fx.Node) -> bool:
@@ -52,7 +57,7 @@ def _linear_add(add: fx.Node, taken: Taken) -> bool:
             continue
         x, _, weights, _ = linear.args
         assert isinstance(weights, list)
-        new = _call_before(add, "linear_add", (x, weights[0], residual, bias), value_of(add))
+        new = call_before(add, "linear_add", (x, weights[0], residual, bias), value_of(add))
         if not taken(new):
             add.graph.erase_node(new)
             continue
@@ -78,7 +83,7 @@ def _single_product(node: fx.Node) -> fx.Node | None:
     if node.target is not operator.getitem or len(node.users) != 1:
         return None
     call = node.args[0]
-    if not isinstance(call, fx.Node) or not _is_primitive(call, "norm_linear") or len(call.users) != 1:
+    if not isinstance(call, fx.Node) or not is_primitive(call, "norm_linear") or len(call.users) != 1:
         return None
     _, norm_weight, weights, biases = call.args
     plain = norm_weight is None and biases == [None] and call.kwargs.get("norm_bias") is None
@@ -91,11 +96,11 @@ def _add_norm(add: fx.Node, taken: Taken) -> bool:
     if not users or not _same_shapes(add):
         return False
     user = users[0]
-    plain = _is_primitive(user, "normalize")
+    plain = is_primitive(user, "normalize")
     bias = user.args[2] if plain and len(user.args) > 2 else user.kwargs.get("bias" if plain else "norm_bias")
     options = {name: user.kwargs[name] for name in _NORM_OPTIONS if name in user.kwargs}
     values = (value_of(add), value_of(add))
-    new = _call_before(add, "add_norm", (*add.args, user.args[1], bias), values, options)
+    new = call_before(add, "add_norm", (*add.args, user.args[1], bias), values, options)
     if not taken(new):
         add.graph.erase_node(new)
         return False
@@ -117,8 +122,29 @@ def _add_norm(add: fx.Node, taken: Taken) -> bool:
 
 def _normalises(user: fx.Node, x: fx.Node) -> bool:
     """Whether a primitive normalises x, with a weight, as the first thing it does."""
-    known = any(_is_primitive(user, name) for name in ("norm_linear", "gated_mlp", "plain_mlp", "normalize"))
+    known = any(is_primitive(user, name) for name in ("norm_linear", "gated_mlp", "plain_mlp", "normalize"))
     return known and user.args[0] is x and user.args[1] is not None
+
+
+def _gate(product: fx.Node, taken: Taken) -> bool:
+    """Attention and the sigmoid that multiplies it, both of nobody else's use."""
+    attend, opened = product.args
+    if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in product.args):
+        return False
+    if not is_primitive(attend, "decode_attention") or (opened.op, opened.target) != ("call_method", "sigmoid"):
+        return False
+    gate = opened.args[0]
+    if _shape(gate) != _shape(product) or attend.kwargs.get("gate") is not None:
+        return False
+    new = call_before(product, "decode_attention", attend.args, value_of(product), {**attend.kwargs, "gate": gate})
+    if not taken(new):
+        product.graph.erase_node(new)
+        return False
+    new.name = attend.name
+    product.replace_all_uses_with(new)
+    for node in (product, attend, opened):
+        product.graph.erase_node(node)
+    return True
 
 
 def _same_shapes(add: fx.Node) -> bool:
@@ -129,7 +155,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(value_of(node).shape)
 
 
-def _is_primitive(node: fx.Node, name: str) -> bool:
+def is_primitive(node: fx.Node, name: str) -> bool:
     return node.op == "call_function" and node.target is _op(name)
 
 
@@ -138,7 +164,7 @@ def _op(name: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
-def _call_before(
+def call_before(
     node: fx.Node, name: str, args: tuple[Any, ...], value: Any, options: dict[str, Any] | None = None
 ) -> fx.Node:
     with node.graph.inserting_before(node):

@@ -19,14 +19,14 @@ from torch import fx
 
 from ..functional.primitive import PRIMITIVES
 from .dynamo import value_of
-from .join import _call_before, _is_primitive
+from .join import call_before, is_primitive
 
 __all__ = ["join_gdn"]
 
 
 def join_gdn(graph: fx.Graph) -> None:
     """Join every step within one graph."""
-    for norm in [node for node in graph.nodes if _is_primitive(node, "gated_rms_norm")]:
+    for norm in [node for node in graph.nodes if is_primitive(node, "gated_rms_norm")]:
         _join_step(norm)
 
 
@@ -65,7 +65,7 @@ def _join_step(norm: fx.Node) -> None:
         **{"activation": begin[0]["activation"], "gate_act": end["activation"], "eps": end["eps"]},
         **{"scale_in_fp32": end["scale_in_fp32"], "allow_neg_eigval": doubled},
     }
-    new = _call_before(norm, "gdn_step", args, tuple(map(value_of, (norm, *states))), options)
+    new = call_before(norm, "gdn_step", args, tuple(map(value_of, (norm, *states))), options)
     old = [norm, *states]
     for i, result in enumerate(old):
         with norm.graph.inserting_before(norm):
@@ -88,7 +88,7 @@ def _made_by(result: Any, name: str) -> fx.Node | None:
     if not isinstance(result, fx.Node) or result.target is not operator.getitem:
         return None
     call = result.args[0]
-    return call if isinstance(call, fx.Node) and _is_primitive(call, name) else None
+    return call if isinstance(call, fx.Node) and is_primitive(call, name) else None
 
 
 def _second(call: fx.Node) -> fx.Node | None:
@@ -150,7 +150,7 @@ def _rows_end_in(node: fx.Node, rows: torch.Size, step: fx.Node) -> bool:
     for user in node.users:
         if user is step:
             continue
-        projects = _is_primitive(user, "norm_linear") and user.args[0] is node
+        projects = is_primitive(user, "norm_linear") and user.args[0] is node
         views = user.op == "call_method" and user.target in ("unflatten", "flatten", "split")
         if not (projects or views or user.target is operator.getitem):
             return False

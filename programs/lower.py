@@ -20,6 +20,7 @@ from .cpu import CPU_KERNELS
 from .cuda import CUDA_KERNELS
 from .dynamo import op_name, region_of, value_of
 from .join import join
+from .join_cache import join_cache
 from .join_gdn import join_gdn
 from .kernel import Call, Kernel
 from .sizes import Target
@@ -112,12 +113,16 @@ def walk(graph: fx.GraphModule) -> Iterator[fx.Node]:
 def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...]) -> None:
     """Make the larger primitives of which a kernel computes more at once, within `graph` and its regions."""
     served = {kernel.primitive for kernel in kernels}
+
+    def taken(node: fx.Node) -> bool:
+        return choose(node, target, kernels)[0] is not None
+
     for each in {node.graph for node in walk(graph)}:
         if "gdn_step" in served:
             join_gdn(each)
-        if served.isdisjoint(("linear_add", "add_norm")):
+        if served.isdisjoint(("linear_add", "add_norm", "qkv_rope_cache")):
             continue
-        while join(each, lambda node: choose(node, target, kernels)[0] is not None):
+        while join(each, taken) or join_cache(each, taken):
             pass
 
 

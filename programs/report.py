@@ -21,6 +21,7 @@ from ..functional.mla import is_absorbed
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .kernel import Kernel
+from .launches import launch_notes
 from .lower import choose, join_all, lower, primitive_name, share_read, writer_of
 from .model import Model, count_text
 from .sizes import Sizes, Target
@@ -75,8 +76,8 @@ class PlanBlock:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """notes: which way layers of latent attention are computed. left: a line for each primitive that has no kernel.
-    graph: with the kernels in place."""
+    """notes: which way layers of latent attention are computed; on a GPU how many launches there are. left: a line for
+    each primitive that has no kernel. graph: with the kernels in place."""
 
     name: str
     header: str
@@ -197,7 +198,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         join_all(graph.module, target, tuple(kernels))
         blocks = tuple(_Reader(graph, target, tuple(kernels), compiled).blocks())
         left = lower(graph.module, target, tuple(kernels))
-        notes = _ways(model.config, sizes, length, target.dtype)
+        notes = *_ways(model.config, sizes, length, target.dtype), *launch_notes(graph, target, kernels)
         phases[name] = PhasePlan(name, header, notes, blocks, left, graph)
     return Plan(
         model=model.name,
@@ -294,12 +295,16 @@ class _Reader:
         results = results_of(node)
         value = dynamo.value_of(results[0])
         names = " ".join(_plain(r.name) for r in results)
+        if name in _OF_CACHES:
+            return None
         if name is not None:
             kernel, text = choose(node, self.target, self.kernels)
             weights = [n for n in node.all_input_nodes if inputs.get(n, "").startswith(("params", "layer"))]
             read = int(sum(_bytes(dynamo.value_of(n)) for n in weights) * share_read(node))
             cached = sum(_bytes(dynamo.value_of(n)) for n in node.all_input_nodes if _of_cache(n, inputs))
             kept = {"state" if name in _OF_STATES else "context": cached}
+            if name == "qkv_rope_cache":  # it writes what it takes of a cache
+                kept = {"writes": sum(_bytes(dynamo.value_of(n)) for n in node.args[1:3])}
             at_most = name == "expert_mlp" and value.shape[:-1].numel() > 1
             chosen = kernel is not None
             return PlanRow(names, name, shape_text(value), text, chosen, reads=read, at_most=at_most, **kept)
@@ -309,7 +314,7 @@ class _Reader:
             into, source = node.args
             assert isinstance(into, fx.Node)
             assert isinstance(source, fx.Node)
-            written = source.args[2] if source.target == "index_put" else source
+            written = source.args[1] if primitive_name(source) == "write_tokens" else source
             assert isinstance(written, fx.Node)
             new, whose = dynamo.value_of(written), re.sub(r"^cache\[\d+\]", "cache", inputs[into])
             writes = _bytes(new if self.in_place else dynamo.value_of(into))
@@ -325,8 +330,10 @@ class _Reader:
 
 # Primitives that carry a state, of which they read all, whatever the context.
 _OF_STATES = ("short_conv", "gated_delta_rule", "gdn_step")
+# Primitives whose row is that of the write itself, and of what reads the cache.
+_OF_CACHES = ("write_tokens", "slot_positions")
 # Operations that read nothing, or a cache for what reads their result.
-_VIEWS = ("narrow", "split", "index_put", "masked_fill", "unsqueeze", "getitem", "cat")
+_VIEWS = ("narrow", "split", "write_tokens", "masked_fill", "unsqueeze", "getitem", "cat")
 
 
 def _of_cache(node: fx.Node, inputs: Mapping[fx.Node, str]) -> bool:

@@ -19,6 +19,11 @@ INSTANCES = (
     ("gemv.cu", "gemv<float, 4, 8, 4, NO_NORM>"),
     ("add_rms_norm.cu", "add_rms_norm<bf16, 8, 2, 256>"),
     ("add_rms_norm.cu", "add_rms_norm<float, 4, 4, 256>"),
+    ("decode_attention.cu", "decode_attention<bf16, 8, 4, 8, 1, 8, 1>"),
+    ("decode_attention.cu", "decode_attention<bf16, 8, 8, 32, 1, 32, 1>"),
+    ("decode_attention.cu", "decode_attention<float, 4, 8, 32, 2, 32, 2>"),
+    ("qkv_rope_cache.cu", "qkv_rope_cache<bf16, 2, NO_NORM>"),
+    ("qkv_rope_cache.cu", "qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>"),
 )
 
 
@@ -35,11 +40,16 @@ def test_every_architecture_and_what_a_kernel_takes():
         """\
                                                      80   89   90  100  120
 gemv<bf16, 8, 1, 2, RMS>                             96   96   96   96   96    57 B
-gemv<bf16, 8, 1, 2, NO_NORM>                         90   88   85   89   89    41 B
-gemv<fp16, 8, 4, 4, RMS_ZERO_CENTERED_IN_FP32>      126  125  126  124  128   385 B
-gemv<float, 4, 8, 4, NO_NORM>                       124   94   94  121  119   641 B
+gemv<bf16, 8, 1, 2, NO_NORM>                         90   88   85   90   90    41 B
+gemv<fp16, 8, 4, 4, RMS_ZERO_CENTERED_IN_FP32>      128  125  126  121  126   385 B
+gemv<float, 4, 8, 4, NO_NORM>                       124   94   94  121  106   641 B
 add_rms_norm<bf16, 8, 2, 256>                        64   64   95   89   89    32 B
-add_rms_norm<float, 4, 4, 256>                       72   72   78   74   74    32 B""",
+add_rms_norm<float, 4, 4, 256>                       72   72   78   74   74    32 B
+decode_attention<bf16, 8, 4, 8, 1, 8, 1>            176  174  214  217  214  4272 B
+decode_attention<bf16, 8, 8, 32, 1, 32, 1>          244  248  255  255  255  8528 B
+decode_attention<float, 4, 8, 32, 2, 32, 2>         224  226  225  237  237  8528 B
+qkv_rope_cache<bf16, 2, NO_NORM>                     48   48   44   40   46  1024 B
+qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>   47   48   45   45   56  4096 B""",
     )
 
 

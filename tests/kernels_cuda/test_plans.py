@@ -128,32 +128,19 @@ logits_Z norm_linear gemv""",
         str(plan(biased).phases["decode"].graph).split("layer_0 ")[1],
         """\
   called 2 times
-  q k v        1 1 64     meshfn_cuda.norm_linear(x, layer.attention.norm.weight, [layer.attention.q, layer.attention.k, layer.attention.v], [layer.attention.q_bias, layer.attention.k_bias, layer.attention.v_bias], eps=1e-05)
-  q_1          1 1 4 16   q.unflatten(-1, (-1, 16))
-  k_1          1 1 2 16   k.unflatten(-1, (-1, 16))
-  v_BSKV       1 1 2 16   v.unflatten(-1, (-1, 16))
-  k_BSKE       1 1 2 16   meshfn.apply_rope(k_1, cos_1, sin_1)
-  positions_1  1 1        positions.expand((1, 1))
-  q_BSHE       1 1 4 16   meshfn.apply_rope(q_1, cos_1, sin_1)
-  padding      1 1        (positions_1 < 0)
-  write        1 1        where(padding, ((positions_1.amax(-1, keepdim=True) + 1) % 65), positions_1)
-  rows         1 1        arange(1)[:, None]
-  padding_1    1 1 1 1    (positions_1 < 0)[..., None, None]
-  token        1 1 2 16   where(padding_1, cache.k[rows, write], k_BSKE.to(bfloat16))
-  written      1 65 2 16  cache.k.index_put((rows, write), token)
-  padding_2    1 1 1 1    (positions_1 < 0)[..., None, None]
-  token_1      1 1 2 16   where(padding_2, cache.v[rows, write], v_BSKV.to(bfloat16))
-  written_1    1 65 2 16  cache.v.index_put((rows, write), token_1)
-  k_positions  1 n        where((read[0] <= positions_1.amax(-1, keepdim=True)), read[0], -1)
-  k_read       1 n 2 16   written.narrow(1, 0, read[0].size()[0])
-  v_read       1 n 2 16   written_1.narrow(1, 0, read[0].size()[0])
-  o_BSHV       1 1 4 16   meshfn.decode_attention(q_BSHE, k_read, v_read, causal=True, k_positions=k_positions, q_positions=positions_1)
-  x_BSD        1 1 64     meshfn_cuda.linear_add(o_BSHV.flatten(2), layer.attention.o, x, layer.attention.o_bias)
-  h_BSF        1 1 96     meshfn_cuda.gated_mlp(x_BSD, layer.mlp.norm.weight, layer.mlp.gate, layer.mlp.up, layer.mlp.gate_bias, layer.mlp.up_bias, activation=gelu, eps=1e-05)
-  x_BSD_1      1 1 64     meshfn_cuda.linear_add(h_BSF, layer.mlp.down, x_BSD, layer.mlp.down_bias)
-                          cache.k.copy_(written)
-                          cache.v.copy_(written_1)
-  return                  (x_BSD_1)""",
+  q k v               1 1 64    meshfn_cuda.norm_linear(x, layer.attention.norm.weight, [layer.attention.q, layer.attention.k, layer.attention.v], [layer.attention.q_bias, layer.attention.k_bias, layer.attention.v_bias], eps=1e-05)
+  q_1                 1 1 4 16  q.unflatten(-1, (-1, 16))
+  k_1                 1 1 2 16  k.unflatten(-1, (-1, 16))
+  v_BSKV              1 1 2 16  v.unflatten(-1, (-1, 16))
+  positions_1         1 1       positions.expand((1, 1))
+  q_BSHE k_positions  1 1 4 16  meshfn_cuda.qkv_rope_cache(q_1, k_1, v_BSKV, cos_1, sin_1, None, None, cache.k, cache.v, positions_1, read[0])
+  k_read              1 n 2 16  cache.k.narrow(1, 0, read[0].size()[0])
+  v_read              1 n 2 16  cache.v.narrow(1, 0, read[0].size()[0])
+  o_BSHV              1 1 4 16  meshfn_cuda.decode_attention(q_BSHE, k_read, v_read, causal=True, k_positions=k_positions, q_positions=positions_1)
+  x_BSD               1 1 64    meshfn_cuda.linear_add(o_BSHV.flatten(2), layer.attention.o, x, layer.attention.o_bias)
+  h_BSF               1 1 96    meshfn_cuda.gated_mlp(x_BSD, layer.mlp.norm.weight, layer.mlp.gate, layer.mlp.up, layer.mlp.gate_bias, layer.mlp.up_bias, activation=gelu, eps=1e-05)
+  x_BSD_1             1 1 64    meshfn_cuda.linear_add(h_BSF, layer.mlp.down, x_BSD, layer.mlp.down_bias)
+  return                        (x_BSD_1)""",
     )
 
 

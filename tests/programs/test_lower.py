@@ -79,6 +79,9 @@ def test_lower_lists_what_is_left():
 norm_linear (norm_linear): compiler (no cpu kernel)
 k_BSKE (apply_rope): compiler (no cpu kernel)
 q_BSHE (apply_rope): compiler (no cpu kernel)
+part (write_tokens): compiler (no cpu kernel)
+part_1 (write_tokens): compiler (no cpu kernel)
+k_positions (slot_positions): compiler (no cpu kernel)
 o_BSHV (decode_attention): compiler (no cpu kernel)
 norm_linear_1 (norm_linear): compiler (no cpu kernel)
 norm_linear_2 (norm_linear): compiler (no cpu kernel)
@@ -87,7 +90,7 @@ sample_advance (sample_advance): compiler (no cpu kernel)""",
     )
     assert sum(n.target is KERNEL.op for n in walk(graph)) == 1
     assert {primitive_name(n) for n in walk(graph)} - {None} == {
-        "norm_linear", "apply_rope", "decode_attention", "sample_advance",
+        "norm_linear", "apply_rope", "write_tokens", "slot_positions", "decode_attention", "sample_advance",
     }  # fmt: skip
 
 

@@ -160,9 +160,15 @@ build: the model has no weights, it was loaded with abstract=True
 build(strict=True): no kernel for
     prefill k_BSKE (apply_rope): compiler (no cpu kernel)
     prefill q_BSHE (apply_rope): compiler (no cpu kernel)
+    prefill part (write_tokens): compiler (no cpu kernel)
+    prefill part_1 (write_tokens): compiler (no cpu kernel)
+    prefill k_positions (slot_positions): compiler (no cpu kernel)
     prefill sample_advance (sample_advance): compiler (no cpu kernel)
     decode k_BSKE (apply_rope): compiler (no cpu kernel)
     decode q_BSHE (apply_rope): compiler (no cpu kernel)
+    decode part (write_tokens): compiler (no cpu kernel)
+    decode part_1 (write_tokens): compiler (no cpu kernel)
+    decode k_positions (slot_positions): compiler (no cpu kernel)
     decode sample_advance (sample_advance): compiler (no cpu kernel)
 
 build(kernels=...): kernels are put into compiled graphs
