@@ -128,8 +128,8 @@ def _launches(
         grid=(splits if tokens else 0, kv_heads * chunks, batch),
         block=(_THREADS, 1, 1),
         args=(
-            *(part for x in (q, k, v) for part in (x, *map(long, x.stride()[:3]))),
-            *(part for x in (q_positions, k_positions) for part in (x, *_steps(x))),
+            *(q, *map(long, q.stride()[:3]), k, *map(long, k.stride()[:3]), v, *map(long, v.stride()[:3])),
+            *(q_positions, *_steps(q_positions), k_positions, *_steps(k_positions)),
             *(gate, *map(long, (0, 0, 0) if gate is None else gate.stride()[:3])),
             *(sinks, out, softmaxes, partial, counters),
             *map(integer, (slots, tokens, groups, k_width, v_width, causal, window or 0)),

@@ -57,7 +57,7 @@ def qkv_rope_cache(
     k_cache `B T K E` and v_cache `B T K V` are written. ring: as in `functional.cache.write_tokens`.
     """
     if q_norm is not None and k_norm is not None:
-        options = {"eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
+        options: dict[str, Any] = {"eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
         q, k = F.normalize(q, q_norm, **options), F.normalize(k, k_norm, **options)
     if cos is not None and sin is not None:
         q, k = (F.apply_rope(x, cos, sin, interleaved=interleaved) for x in (q, k))

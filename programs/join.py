@@ -22,7 +22,7 @@ from torch import fx
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .dynamo import value_of
 
-__all__ = ["Taken", "call_before", "is_primitive", "join"]
+__all__ = ["Taken", "args_of", "call_before", "is_primitive", "join"]
 
 # Says whether a kernel takes a primitive's node.
 Taken = Callable[[fx.Node], bool]
@@ -128,8 +128,8 @@ def _normalises(user: fx.Node, x: fx.Node) -> bool:
 
 def _gate(product: fx.Node, taken: Taken) -> bool:
     """Attention and the sigmoid that multiplies it, both of nobody else's use."""
-    attend, opened = product.args
-    if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in product.args):
+    attend, opened = terms = args_of(product)
+    if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in terms):
         return False
     if not is_primitive(attend, "decode_attention") or (opened.op, opened.target) != ("call_method", "sigmoid"):
         return False
@@ -162,6 +162,12 @@ def is_primitive(node: fx.Node, name: str) -> bool:
 def _op(name: str) -> Any:
     assert name in PRIMITIVES
     return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """Its arguments, of whatever type they are."""
+    args: Any = node.args
+    return tuple(args)
 
 
 def call_before(

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from .dynamo import value_of
-from .join import Taken, call_before, is_primitive
+from .join import Taken, args_of, call_before, is_primitive
 
 __all__ = ["join_cache"]
 
@@ -45,18 +45,18 @@ class _Heads:
 
 
 def _join(attend: fx.Node, taken: Taken) -> bool:
-    reads = [node for node in attend.args[1:3] if _is_method(node, "narrow")]
-    writes = [node.args[0] for node in reads]
-    held = attend.kwargs["k_positions"]
+    reads = [node for node in args_of(attend)[1:3] if _is_method(node, "narrow")]
+    writes = [args_of(node)[0] for node in reads]
+    held: Any = attend.kwargs["k_positions"]
     copies = [_copy_back(node) for node in writes]
     if len(reads) != 2 or None in copies or not is_primitive(held, "slot_positions"):
         return False
-    (k_cache, k, *where), (v_cache, v, *v_where) = (node.args for node in writes)
-    slots, *held_where = held.args
+    (k_cache, k, *where), (v_cache, v, *v_where) = (args_of(node) for node in writes)
+    slots, *held_where = args_of(held)
     ring = held.kwargs.get("ring")
     if not where == v_where == held_where or any(node.kwargs.get("ring") != ring for node in writes):
         return False
-    queries, keys = _heads(attend.args[0]), _heads(k)
+    queries, keys = _heads(args_of(attend)[0]), _heads(k)
     alike = queries.tables == keys.tables and queries.options == keys.options
     if not alike or (queries.norm is None) != (keys.norm is None):
         return False
@@ -65,18 +65,19 @@ def _join(attend: fx.Node, taken: Taken) -> bool:
     first = min(writes)
     if any(node >= first for node in args if isinstance(node, fx.Node)):
         return False
-    values = (value_of(attend.args[0]), value_of(held))
+    values = (value_of(args_of(attend)[0]), value_of(held))
     new = call_before(first, "qkv_rope_cache", args, values, {**queries.options, "ring": ring})
     if not taken(new):
         attend.graph.erase_node(new)
         return False
-    for i, old in enumerate((attend.args[0], held)):
+    for i, old in enumerate((args_of(attend)[0], held)):
         with attend.graph.inserting_before(first):
             result = attend.graph.call_function(operator.getitem, (new, i))
         result.meta["example_value"], result.name = values[i], old.name
         attend.replace_input_with(old, result)
     for read, cache, copy in zip(reads, caches, copies, strict=True):
-        read.replace_input_with(read.args[0], cache)
+        read.replace_input_with(args_of(read)[0], cache)
+        assert copy is not None
         attend.graph.erase_node(copy)
     for node in (*writes, held, *queries.nodes, *keys.nodes):
         if not node.users:
@@ -88,15 +89,15 @@ def _heads(node: fx.Node) -> _Heads:
     """What is turned and normalised, where that is what a node comes from."""
     found: dict[str, Any] = {"options": {}, "nodes": ()}
     if is_primitive(node, "apply_rope"):
-        found["tables"] = tuple(node.args[1:])
+        found["tables"] = tuple(args_of(node)[1:])
         found["options"] |= {"interleaved": node.kwargs.get("interleaved", False)}
         found["nodes"] += (node,)
-        node = node.args[0]
+        node = args_of(node)[0]
     if is_primitive(node, "normalize") and node.kwargs.get("norm_type", "rms_norm") == "rms_norm":
-        found["norm"] = node.args[1]
+        found["norm"] = args_of(node)[1]
         found["options"] |= {name: node.kwargs[name] for name in _NORM_OPTIONS if name in node.kwargs}
         found["nodes"] += (node,)
-        node = node.args[0]
+        node = args_of(node)[0]
     return _Heads(node, **found)
 
 
@@ -104,7 +105,7 @@ def _copy_back(write: Any) -> fx.Node | None:
     """The copy into the cache's own buffer, where that and one read are all that becomes of a write."""
     if not is_primitive(write, "write_tokens") or len(write.users) != 2:
         return None
-    copies = [user for user in write.users if _is_method(user, "copy_") and user.args == (write.args[0], write)]
+    copies = [user for user in write.users if _is_method(user, "copy_") and user.args == (args_of(write)[0], write)]
     return copies[0] if copies and not copies[0].users else None
 
 

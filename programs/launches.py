@@ -28,7 +28,7 @@ def launch_notes(graph: Graph, target: Target, kernels: Iterable[Kernel]) -> tup
     kind are told apart where there are several."""
     if target.device != "cuda":
         return ()
-    ops = {kernel.op for kernel in kernels}
+    ops: set[object] = {kernel.op for kernel in kernels}
     layers: dict[tuple[int, int], int] = {}
     for body, calls in graph.regions().items():
         found = _launches(body, ops)

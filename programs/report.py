@@ -20,6 +20,7 @@ from ..functional.cache import Cache
 from ..functional.mla import is_absorbed
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
+from .join import args_of
 from .kernel import Kernel
 from .launches import launch_notes
 from .lower import choose, join_all, lower, primitive_name, share_read, writer_of
@@ -304,7 +305,7 @@ class _Reader:
             cached = sum(_bytes(dynamo.value_of(n)) for n in node.all_input_nodes if _of_cache(n, inputs))
             kept = {"state" if name in _OF_STATES else "context": cached}
             if name == "qkv_rope_cache":  # it writes what it takes of a cache
-                kept = {"writes": sum(_bytes(dynamo.value_of(n)) for n in node.args[1:3])}
+                kept = {"writes": sum(_bytes(dynamo.value_of(n)) for n in args_of(node)[1:3])}
             at_most = name == "expert_mlp" and value.shape[:-1].numel() > 1
             chosen = kernel is not None
             return PlanRow(names, name, shape_text(value), text, chosen, reads=read, at_most=at_most, **kept)
