@@ -43,9 +43,9 @@ template <class T> __device__ __forceinline__ Row<T> row_of(const Stack<T>& stac
 }
 
 // T: of all tensors. VEC: numbers a load. TOKENS: as many as there are, or more. ROWS: of weights that a block takes.
-// NORM: in front, by its options.
+// NORM: in front, by its options. A processor has registers for at least so many blocks as the bounds say.
 template <class T, int VEC, int TOKENS, int ROWS, Norm NORM>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, TOKENS <= 2 ? 4 : 3)
     gemv(const T* x, long long x_stride, const T* norm_weight, const T* w0, const T* w1, const T* w2, const T* w3,
          const T* b0, const T* b1, const T* b2, const T* b3, int f0, int f1, int f2, int f3, long long s0, long long s1,
          long long s2, long long s3, const T* residual, long long residual_stride, T* out, float* partial,
