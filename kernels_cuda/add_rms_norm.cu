@@ -4,12 +4,6 @@
 // the sum not at all. Of a row too wide for that a thread reads the rest of its own sums again.
 #include "common.cuh"
 
-template <class T, int VEC> __device__ __forceinline__ float square_of(const Vec<T, VEC>& x, float sum) {
-#pragma unroll
-  for (int i = 0; i < VEC; i++) sum = fmaf(wide(x.at[i]), wide(x.at[i]), sum);
-  return sum;
-}
-
 template <class T, int VEC> __device__ __forceinline__ Vec<T, VEC> added(Vec<T, VEC> x, const Vec<T, VEC>& y) {
 #pragma unroll
   for (int i = 0; i < VEC; i++) x.at[i] = narrow<T>(wide(x.at[i]) + wide(y.at[i]));
@@ -29,26 +23,34 @@ __global__ void __launch_bounds__(THREADS, 1)
   sum += (long long)blockIdx.x * width;
   out += (long long)blockIdx.x * width;
 
-  Vec<T, VEC> scale[KEPT], kept[KEPT];
+  Bits<T, VEC> scale[KEPT], one[KEPT], two[KEPT];
 #pragma unroll
   for (int k = 0; k < KEPT; k++) {  // before the kernel in front has ended: it writes no weight
     const int v = threadIdx.x + k * THREADS;
-    if (v < vectors) scale[k] = load<VEC>(weight + v * VEC);
+    if (v < vectors) scale[k] = load_bits<VEC>(weight + v * VEC);
   }
   griddep_wait();
 
+#pragma unroll
+  for (int k = 0; k < KEPT; k++) {  // all of them asked for before the first sum is stored
+    const int v = threadIdx.x + k * THREADS;
+    if (v >= vectors) continue;
+    one[k] = load_bits<VEC>(x + v * VEC);
+    two[k] = load_bits<VEC>(residual + v * VEC);
+  }
+  Vec<T, VEC> kept[KEPT];
   float squares[1] = {0.f};
 #pragma unroll
   for (int k = 0; k < KEPT; k++) {
     const int v = threadIdx.x + k * THREADS;
     if (v >= vectors) continue;
-    kept[k] = added(load<VEC>(x + v * VEC), load<VEC>(residual + v * VEC));
-    squares[0] = square_of(kept[k], squares[0]);
+    kept[k] = added(numbers_of<T, VEC>(one[k]), numbers_of<T, VEC>(two[k]));
+    squares[0] = add_squares(squares[0], kept[k]);
     store<VEC>(sum + v * VEC, kept[k]);
   }
   for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS) {
     const Vec<T, VEC> total = added(load<VEC>(x + v * VEC), load<VEC>(residual + v * VEC));
-    squares[0] = square_of(total, squares[0]);
+    squares[0] = add_squares(squares[0], total);
     store<VEC>(sum + v * VEC, total);
   }
   block_sum<1, THREADS / 32>(squares, parts);
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
   for (int k = 0; k < KEPT; k++) {
     const int v = threadIdx.x + k * THREADS;
-    if (v < vectors) write(v, kept[k], scale[k]);
+    if (v < vectors) write(v, kept[k], numbers_of<T, VEC>(scale[k]));
   }
   for (int v = threadIdx.x + KEPT * THREADS; v < vectors; v += THREADS)
     write(v, load<VEC>(sum + v * VEC), load<VEC>(weight + v * VEC));

@@ -61,21 +61,41 @@ template <int N, class T> __device__ __forceinline__ Vec<T, N> load(const T* p) 
   return *reinterpret_cast<const Vec<T, N>*>(p);
 }
 
+// The bytes of a vector, as one load brings them. To take them apart is to wait for them, and a compiler does that
+// where the load stands: so of what is asked for ahead the bytes are kept, and taken apart where numbers are needed.
+template <int BYTES> struct BitsOf;
+template <> struct BitsOf<2> { using type = unsigned short; };
+template <> struct BitsOf<4> { using type = unsigned; };
+template <> struct BitsOf<8> { using type = uint2; };
+template <> struct BitsOf<16> { using type = uint4; };
+template <class T, int N> using Bits = typename BitsOf<sizeof(T) * N>::type;
+
+template <int N, class T> __device__ __forceinline__ Bits<T, N> load_bits(const T* p) {
+  return *reinterpret_cast<const Bits<T, N>*>(p);
+}
+
 // Of what nobody reads again, so that it takes no place in the caches: the weights.
-template <int N, class T> __device__ __forceinline__ Vec<T, N> load_once(const T* p) {
-  if constexpr (sizeof(T) * N == 16) {
-    union {
-      uint4 bits;
-      Vec<T, N> value;
-    } found = {__ldcs(reinterpret_cast<const uint4*>(p))};
-    return found.value;
-  } else {
-    return load<N>(p);
-  }
+template <int N, class T> __device__ __forceinline__ Bits<T, N> load_bits_once(const T* p) {
+  return __ldcs(reinterpret_cast<const Bits<T, N>*>(p));
+}
+
+template <class T, int N> __device__ __forceinline__ Vec<T, N> numbers_of(Bits<T, N> bits) {
+  union {
+    Bits<T, N> bits;
+    Vec<T, N> numbers;
+  } both = {bits};
+  return both.numbers;
 }
 
 template <int N, class T> __device__ __forceinline__ void store(T* p, const Vec<T, N>& value) {
   *reinterpret_cast<Vec<T, N>*>(p) = value;
+}
+
+// sum + the squares of a vector, one after another.
+template <class T, int N> __device__ __forceinline__ float add_squares(float sum, const Vec<T, N>& x) {
+#pragma unroll
+  for (int i = 0; i < N; i++) sum = fmaf(wide(x.at[i]), wide(x.at[i]), sum);
+  return sum;
 }
 
 // --- sums over threads, always in the same order -----------------------------------------------------------------

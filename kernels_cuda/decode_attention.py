@@ -16,8 +16,8 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional.shapes import ShapeError, check_shapes
-from .device import scratch
-from .launch import Launch
+from .device import counters
+from .launch import Argument, Launch
 from .ops import Op, composite, define, vector_length
 from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
 
@@ -115,12 +115,13 @@ def _launches(
     tiles = -(-slots // _TILE)
     rows = batch * kv_heads * chunks
     splits = max(1, min(_MOST_SPLITS, _ENOUGH_BLOCKS // max(1, rows), -(-tiles // (_THREADS // 32))))
-    softmaxes = partial = counters = None
+    softmaxes = partial = arrived = None
     if splits > 1:
         softmaxes = q.new_empty(rows * splits * queries * 2, dtype=torch.float32)
         partial = q.new_empty(rows * splits * queries * v_width, dtype=torch.float32)
-        counters = scratch(q.device, rows)
+        arrived = counters(q.device)
     integer, long, real = ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+    places: tuple[Argument, ...] = (q_positions, *_steps(q_positions), k_positions, *_steps(k_positions))
     lanes = (*_lanes(k_width, vector), *_lanes(v_width, vector))
     launch = Launch(
         source="decode_attention.cu",
@@ -129,9 +130,9 @@ def _launches(
         block=(_THREADS, 1, 1),
         args=(
             *(q, *map(long, q.stride()[:3]), k, *map(long, k.stride()[:3]), v, *map(long, v.stride()[:3])),
-            *(q_positions, *_steps(q_positions), k_positions, *_steps(k_positions)),
+            *places,
             *(gate, *map(long, (0, 0, 0) if gate is None else gate.stride()[:3])),
-            *(sinks, out, softmaxes, partial, counters),
+            *(sinks, out, softmaxes, partial, arrived),
             *map(integer, (slots, tokens, groups, k_width, v_width, causal, window or 0)),
             real(k_width**-0.5 if softmax_scale is None else softmax_scale),
             real(softcap or 0.0),

@@ -1,4 +1,4 @@
-"""Launching on a GPU, on torch's current stream. As thin as it can be: nothing here runs without one."""
+"""Launching on a GPU, on torch's current stream. As thin as it can be: without one only `counters` runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .compiler import compile_kernel
 from .launch import Launch
 
-__all__ = ["execute", "scratch"]
+__all__ = ["COUNTERS", "counters", "execute"]
 
 
 def execute(launch: Launch) -> None:
@@ -46,14 +46,25 @@ def _kernel(source: str, name: str, device: int) -> Any:
     return ObjectCode.from_cubin(cubin.code, name=name).get_kernel(cubin.symbol)
 
 
-# (device, stream) -> counters, all zero between launches: each kernel leaves them as it found them.
+# More than any launch of blocks that share a result has of results.
+COUNTERS = 1 << 16
+# (device, stream) -> counters, all zero between launches: each kernel leaves them as it found them. Never replaced,
+# since captured graphs hold their address.
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def scratch(device: torch.device, counters: int) -> Tensor:
-    """`counters` zeros, the same memory for all launches of one stream, which follow one another."""
+def counters(device: torch.device) -> Tensor:
+    """`COUNTERS` zeros, int32, the same memory for all launches of one stream, which follow one another.
+
+    Raises `RuntimeError` where the first launch of a stream is captured: zeros made there are zero from a replay on,
+    and whatever runs before it would count from what lies in memory.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _counters.get((device, stream))
-    if found is None or len(found) < counters:
-        found = _counters[device, stream] = torch.zeros(max(counters, 1024), dtype=torch.int32, device=device)
-    return found
+    if (device, stream) not in _counters:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "kernels_cuda: the first launch of a stream is being captured\n"
+                "    fix: run what is captured once before, on the stream of the capture"
+            )
+        _counters[device, stream] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return _counters[device, stream]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..functional import recurrence
 from ..functional.shapes import ShapeError, check_shapes
-from .device import scratch
+from .device import COUNTERS, counters
 from .launch import Launch
 from .ops import Op, in_place, vector_length
 from .rules import CPP_TYPES, OLDEST, arch_rule, by_rows, dtype_rule
@@ -140,7 +140,7 @@ def _launches(
             *(q_conv, k_conv, v_conv, a_log, dt_bias, o_norm, cache_q, cache_k, *_strides(cache_k)),
             *(cache_v, *_strides(cache_v), cache_state),
             *(positions, long(0 if positions is None or len(positions) == 1 else positions.stride(0)), out),
-            *(scratch(out.device, rows * key_heads), integer(heads // key_heads), integer(E), integer(V)),
+            *(counters(out.device), integer(heads // key_heads), integer(E), integer(V)),
             *(integer(a.dim() == 4), integer(_ACTIVATIONS.index(activation)), integer(gate_act == "silu")),
             *(real(eps), integer(scale_in_fp32), real(2.0 if allow_neg_eigval else 1.0), real(E**-0.5)),
         ),
@@ -185,6 +185,9 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
         return f"a state in {str(kept).removeprefix('torch.')}"
     if (width := arguments["q"].shape[-1]) > MOST_COLUMNS:
         return f"E={width}, at most {MOST_COLUMNS}"
+    batch, _, key_heads, _ = arguments["q"].shape
+    if batch * key_heads > COUNTERS:
+        return f"{batch} rows of {key_heads} key heads, at most {COUNTERS} together"
     if (taps := arguments["q_conv"].shape[-1]) > MOST_TAPS:
         return f"W={taps}, at most {MOST_TAPS}"
     if (activation := arguments["activation"]) not in _ACTIVATIONS:

@@ -6,10 +6,11 @@
 // result times the other's, a residual. Each is rounded where the plain functions round.
 //
 // A step is bound by reading the weights, once. So a block of 128 threads takes ROWS rows of weights and all tokens; its
-// threads share a row's columns, 16 bytes a load, several loads in flight, and the first of them leave before the kernel
-// in front has ended. Where there are too few rows to keep all processors busy, blocks share a row's columns too
-// (gridDim.y of them), and the last to arrive adds their sums, in order. In which order a sum is taken depends on the
-// weight's shape alone: neither on how many tokens there are nor on which thread was first.
+// threads share a row's columns, 16 bytes a load, eight loads in flight: the first of them, the norm's weight and the
+// biases are asked for before the kernel in front has ended, and each that is used up makes room for the next at once.
+// Where there are too few rows to keep all processors busy, blocks share a row's columns too (gridDim.y of them), and
+// the last to arrive adds their sums, in order. In which order a sum is taken depends on the weight's shape alone:
+// neither on how many tokens there are nor on which thread was first.
 #include "common.cuh"
 
 constexpr int THREADS = 128;
@@ -41,9 +42,9 @@ template <class T> __device__ __forceinline__ Row<T> row_of(const Stack<T>& stac
 }
 
 // T: of all tensors. VEC: numbers a load. TOKENS: as many as there are, or more. ROWS: of weights that a block takes.
-// NORM: in front, by its options.
+// NORM: in front, by its options. A processor has registers for at least so many blocks as the bounds say.
 template <class T, int VEC, int TOKENS, int ROWS, Norm NORM>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, TOKENS <= 2 ? 4 : 3)
     gemv(const T* x, long long x_stride, const T* norm_weight, const T* w0, const T* w1, const T* w2, const T* w3,
          const T* w4, const T* w5, const T* b0, const T* b1, const T* b2, const T* b3, const T* b4, const T* b5, int f0,
          int f1, int f2, int f3, int f4, int f5, long long s0, long long s1, long long s2, long long s3, long long s4,
@@ -65,48 +66,46 @@ __global__ void __launch_bounds__(THREADS)
     const int f = end == GATED ? first + i / 2 : first + i;
     return f < outputs ? row_of(stack, end == GATED && i % 2 ? f + f0 : f) : Row<T>{nullptr, nullptr};
   };
-  const T* row[ROWS];
+  const T* row[ROWS];  // instead of one that is not there the first, so that no load hangs on a condition of its own
 #pragma unroll
-  for (int i = 0; i < ROWS; i++) row[i] = stacked(i).weight;
+  for (int i = 0; i < ROWS; i++) row[i] = stacked(stacked(i).weight == nullptr ? 0 : i).weight;
 
-  // This block's columns, as vectors; the last of a row may be shorter than VEC.
-  const int vectors = (width + VEC - 1) / VEC;
+  // This block's columns, as vectors. Of the few behind the last vector the last block's threads take one each.
+  const int vectors = width / VEC, rest = width - vectors * VEC;
   const int share = (vectors + gridDim.y - 1) / gridDim.y;
   const int begin = blockIdx.y * share, stop = min(vectors, begin + share);
-  auto part_of = [&](const T* p, int v, bool once) {  // the v-th vector, with zeros behind the end
-    if ((v + 1) * VEC <= width) return once ? load_once<VEC>(p + v * VEC) : load<VEC>(p + v * VEC);
-    Vec<T, VEC> found;
+
+  const int t = threadIdx.x, lane = t % 32;
+  Bits<T, VEC> w[AHEAD][ROWS], scale[AHEAD];
+  auto fetch = [&](int a, int v) {  // the v-th vector of every row, and of the norm's weight
+    if (v >= stop) return;
 #pragma unroll
-    for (int j = 0; j < VEC; j++) found.at[j] = v * VEC + j < width ? p[v * VEC + j] : narrow<T>(0.f);
-    return found;
+    for (int i = 0; i < ROWS; i++) w[a][i] = load_bits_once<VEC>(row[i] + v * VEC);
+    if constexpr (NORM != NO_NORM) scale[a] = load_bits<VEC>(norm_weight + v * VEC);
   };
 
-  Vec<T, VEC> w[AHEAD][ROWS];
-  auto fetch = [&](int from) {
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++) {
-      const int v = from + a * THREADS;
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-        if (v < stop && row[i] != nullptr) w[a][i] = part_of(row[i], v, true);
-      }
-    }
-  };
-
-  fetch(begin + threadIdx.x);
+  for (int a = 0; a < AHEAD; a++) fetch(a, begin + t + a * THREADS);
+  // At the end thread t takes the t-th sum, of token t / ROWS and row t % ROWS.
+  const T* bias = t < TOKENS * ROWS ? stacked(t % ROWS).bias : nullptr;
+  const T b = bias ? *bias : narrow<T>(0.f);
   griddep_wait();
 
+  auto token = [&](int n) { return x + min(n, tokens - 1) * x_stride; };  // as of rows: instead of none, the last
   float inverse[TOKENS];
   if constexpr (NORM != NO_NORM) {
 #pragma unroll
-    for (int n = 0; n < TOKENS; n++) {
-      inverse[n] = 0.f;
-      if (n >= tokens) continue;
-      for (int v = threadIdx.x; v < vectors; v += THREADS) {
-        const Vec<T, VEC> part = part_of(x + n * x_stride, v, false);
+    for (int n = 0; n < TOKENS; n++) inverse[n] = 0.f;
+    for (int v = t; v < vectors; v += THREADS) {
+      Bits<T, VEC> part[TOKENS];
 #pragma unroll
-        for (int j = 0; j < VEC; j++) inverse[n] = fmaf(wide(part.at[j]), wide(part.at[j]), inverse[n]);
-      }
+      for (int n = 0; n < TOKENS; n++) part[n] = load_bits<VEC>(token(n) + v * VEC);
+#pragma unroll
+      for (int n = 0; n < TOKENS; n++) inverse[n] = add_squares(inverse[n], numbers_of<T, VEC>(part[n]));
+    }
+    if (t < rest) {
+#pragma unroll
+      for (int n = 0; n < TOKENS; n++) inverse[n] = add_squares(inverse[n], load<1>(token(n) + vectors * VEC + t));
     }
     block_sum<TOKENS, WARPS>(inverse, squares);
 #pragma unroll
@@ -116,32 +115,48 @@ __global__ void __launch_bounds__(THREADS)
   float sums[TOKENS * ROWS];
 #pragma unroll
   for (int i = 0; i < TOKENS * ROWS; i++) sums[i] = 0.f;
-  for (int from = begin + threadIdx.x; from < stop; from += AHEAD * THREADS) {
+  auto add = [&](int d, const auto& by, const auto(&columns)[ROWS]) {  // the products of the columns from d on
+    constexpr int N = sizeof(by) / sizeof(T);
+    Bits<T, N> part[TOKENS];
+#pragma unroll
+    for (int n = 0; n < TOKENS; n++) part[n] = load_bits<N>(token(n) + d);
+#pragma unroll
+    for (int n = 0; n < TOKENS; n++) {
+      if (n >= tokens) continue;
+      const Vec<T, N> numbers = numbers_of<T, N>(part[n]);
+#pragma unroll
+      for (int j = 0; j < N; j++) {
+        float value = wide(numbers.at[j]);
+        if constexpr (NORM != NO_NORM) value = normed<T>(value, inverse[n], wide(by.at[j]), NORM & 1, NORM & 2);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+          sums[n * ROWS + i] = fmaf(value, wide(columns[i].at[j]), sums[n * ROWS + i]);
+      }
+    }
+  };
+  for (int from = begin + t; from < stop; from += AHEAD * THREADS) {
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
       const int v = from + a * THREADS;
       if (v >= stop) continue;
-      Vec<T, VEC> scale;
-      if constexpr (NORM != NO_NORM) scale = part_of(norm_weight, v, false);
+      Vec<T, VEC> by, columns[ROWS];
+      if constexpr (NORM != NO_NORM) by = numbers_of<T, VEC>(scale[a]);
 #pragma unroll
-      for (int n = 0; n < TOKENS; n++) {
-        if (n >= tokens) continue;
-        const Vec<T, VEC> part = part_of(x + n * x_stride, v, false);
-#pragma unroll
-        for (int j = 0; j < VEC; j++) {
-          float value = wide(part.at[j]);
-          if constexpr (NORM != NO_NORM) value = normed<T>(value, inverse[n], wide(scale.at[j]), NORM & 1, NORM & 2);
-#pragma unroll
-          for (int i = 0; i < ROWS; i++)  // of a row that is not there, whatever: nobody reads it
-            sums[n * ROWS + i] = fmaf(value, wide(w[a][i].at[j]), sums[n * ROWS + i]);
-        }
-      }
+      for (int i = 0; i < ROWS; i++) columns[i] = numbers_of<T, VEC>(w[a][i]);
+      add(v * VEC, by, columns);
+      fetch(a, v + AHEAD * THREADS);
     }
-    fetch(from + AHEAD * THREADS);
+  }
+  if (t < rest && blockIdx.y == gridDim.y - 1) {
+    const int d = vectors * VEC + t;
+    Vec<T, 1> by, columns[ROWS];
+    if constexpr (NORM != NO_NORM) by = load<1>(norm_weight + d);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) columns[i] = load<1>(row[i] + d);
+    add(d, by, columns);
   }
 
   // Thread t takes the t-th sum: of its warps, then of its blocks.
-  const int t = threadIdx.x, lane = t % 32;
 #pragma unroll
   for (int i = 0; i < TOKENS * ROWS; i++) sums[i] = warp_sum(sums[i]);
   if (lane == 0) {
@@ -172,12 +187,8 @@ __global__ void __launch_bounds__(THREADS)
   }
 
   // And the t-th output.
-  if (t < TOKENS * ROWS) {
-    const T* bias = stacked(t % ROWS).bias;
-    const float b = bias ? wide(*bias) : 0.f;
-    // A bias in front of a residual stands behind an edge of its own, and is rounded by itself.
-    sum[t] = end == RESIDUAL ? rounded<T>(rounded<T>(mine) + b) : rounded<T>(mine + b);
-  }
+  // A bias in front of a residual stands behind an edge of its own, and is rounded by itself.
+  if (t < TOKENS * ROWS) sum[t] = end == RESIDUAL ? rounded<T>(rounded<T>(mine) + wide(b)) : rounded<T>(mine + wide(b));
   __syncthreads();
   const int n = t / taken, f = first + t % taken;
   if (n >= tokens || f >= outputs) return;

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import functional as F
 from ..functional.shapes import ShapeError, check_shapes
-from .device import scratch
+from .device import COUNTERS, counters
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
 from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, check_dtype, dtype_rule, tokens_of
@@ -24,6 +24,9 @@ __all__ = ["MOST_TOKENS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp",
 # With more, a product by tensor cores reads a weight as fast.
 MOST_TOKENS = 8
 MOST_WEIGHTS = 6
+# As gemv.cu has them.
+_THREADS = 128
+# In the order of End in gemv.cu, and of Activation in common.cuh.
 _ENDS = ("plain", "act", "gated", "residual")
 _ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu2")
 # Blocks share the columns of a weight of so few rows that there would be fewer than this many of them.
@@ -122,24 +125,25 @@ def _launches(
     taken = rows // 2 if end == "gated" else rows
     blocks = -(-outputs // taken)
     # By the weight's shape alone, so that a sum is the same whatever the number of tokens.
-    shares = max(1, min(8, _ENOUGH_BLOCKS // max(1, -(-outputs // 2)), width // (128 * vector)))
+    shares = max(1, min(8, _ENOUGH_BLOCKS // max(1, -(-outputs // 2)), width // (_THREADS * vector)))
     norm = "NO_NORM" if norm_weight is None else NORMS[zero_centered, scale_in_fp32]
     room = 1 << max(0, tokens - 1).bit_length()
-    partial = counters = None
+    partial = arrived = None
     if shares > 1:
+        assert blocks <= COUNTERS
         partial = out.new_empty(blocks * shares * room * rows, dtype=torch.float32)
-        counters = scratch(out.device, blocks)
+        arrived = counters(out.device)
     integer, long = ctypes.c_int, ctypes.c_longlong
     launch = Launch(
         source="gemv.cu",
         name=f"gemv<{CPP_TYPES[x.dtype]}, {vector}, {room}, {rows}, {norm}>",
         grid=(blocks if tokens else 0, shares, 1),
-        block=(128, 1, 1),
+        block=(_THREADS, 1, 1),
         args=(
             *(x, long(x.stride(0)), norm_weight, *weights, b0, b1, b2, b3, b4, b5),
             *(integer(0 if w is None else w.shape[0]) for w in weights),
             *(long(0 if w is None else w.stride(0)) for w in weights),
-            *(residual, long(0 if residual is None else residual.stride(0)), out, partial, counters),
+            *(residual, long(0 if residual is None else residual.stride(0)), out, partial, arrived),
             *(integer(tokens), integer(width), integer(_ENDS.index(end)), integer(_ACTIVATIONS.index(activation))),
             ctypes.c_float(eps),
         ),

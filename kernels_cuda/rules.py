@@ -28,6 +28,7 @@ OLDEST = 80
 
 
 def arch_rule(arch: str | None) -> str | None:
+    """Of a device like "sm_90": None where kernels are compiled for it, else the reason why not."""
     number = re.match(r"sm_(\d+)", arch or "")
     if number is None:
         return "no architecture is named"
@@ -35,7 +36,7 @@ def arch_rule(arch: str | None) -> str | None:
 
 
 def dtype_rule(x: Tensor, *others: Tensor | None) -> str | None:
-    """One dtype for all, which the kernels know."""
+    """None where all tensors have one dtype, which the kernels know, else the reason why not."""
     if x.dtype not in CPP_TYPES:
         return f"no {_name(x.dtype)}"
     other = next((t.dtype for t in others if t is not None and t.dtype != x.dtype), None)
@@ -55,12 +56,12 @@ def check_dtype(op: str, **tensors: Tensor | None) -> None:
 
 
 def tokens_of(x: Tensor) -> int:
-    """How many, where that changes from call to call at most."""
+    """How many tokens x `... D` has, as a plain number."""
     return math.prod(int(n) for n in x.shape[:-1])
 
 
 def by_rows(**tensors: Sequence[Tensor | None]) -> str | None:
-    """Numbers of a row lie next to each other."""
+    """None where the numbers of every row lie next to each other, else the reason, by the name given."""
     for name, each in tensors.items():
         for t in each:
             if t is not None and t.shape[-1] > 1 and t.stride(-1) != 1:

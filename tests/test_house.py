@@ -79,6 +79,7 @@ def test_only_one_file_touches_each_private_interface():
 def test_private_names_stand_in_one_file_each():
     owners = {
         "torch._C._functorch": "sharding/functorch.py",
+        "torch._C._dispatch": "programs/dynamo.py",
         "_c10d_functional": "sharding/processes.py",
         "_dynamo_marked_constant": "sharding/constant.py",
         "_cdata": "sharding/meter.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn.functional import primitive
+from meshfn.kernels_cuda.device import counters
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -50,9 +52,7 @@ def case(
     weight = None if options is None else randn(width)
     if end == "norm_linear":
         return end, [x, weight, weights, biases], dict(options or {})
-    if end == "gated_mlp":
-        return end, [x, weight, *weights, *biases], {"activation": activation, **(options or {})}
-    if end == "plain_mlp":
+    if end in ("gated_mlp", "plain_mlp"):
         return end, [x, weight, *weights, *biases], {"activation": activation, **(options or {})}
     return end, [x, weights[0], randn(*tokens, rows[0]), biases[0]], {}
 
@@ -113,6 +113,13 @@ def test_a_token_is_the_same_whatever_is_beside_it():
     (alone,) = run(name, [x[4:5], *args], options)
     assert torch.equal(all_of_them[2:5], three)
     assert torch.equal(three[2:], alone)
+
+
+def test_the_first_launch_of_a_stream_is_not_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="is being captured\n    fix: run what is captured once before"):
+        counters(torch.device("cuda", 0))
 
 
 def test_no_tokens():

@@ -25,7 +25,7 @@ def batch(rows=4, size=13, vocab=97):
     return {"input_ids": ids, "labels": torch.where(torch.rand(rows, size) < 0.3, -100, ids)}
 
 
-def hybrid(name="qwen3_5", **more):
+def in_double(name="qwen3_5", **more):
     return programs.load(family(name, **more).double())
 
 
@@ -75,8 +75,8 @@ def test_steps_are_those_of_torch_on_transformers(name, optimizer):
 
 def test_a_step_that_keeps_its_arguments_is_the_same_step():
     """Not one byte of what it was given changes, and one tensor at two places stays one."""
-    model, given = hybrid(), batch()
-    model = programs.load(family("llama", tie_word_embeddings=False).double())
+    given = batch()
+    model = in_double("llama", tie_word_embeddings=False)
     params = F.tree.replace(model.params, {".head": model.params.embed})
     step = programs.train_step(model.config, ADAM, donate=False, compile=False)
     state = step.init(params)
@@ -100,7 +100,7 @@ def test_microbatches_and_computing_again_change_nothing(name):
     found = []
     for options in ({}, {"microbatches": 4}, {"microbatches": 2, "checkpoint": True}):
         torch.manual_seed(5)
-        model = hybrid(name)
+        model = in_double(name)
         leaves, _, metrics = after(model, programs.train_step(model.config, ADAM, compile=False, **options), given)
         found.append([*leaves, *metrics.values()])
     close(found[1], found[0])
@@ -149,7 +149,7 @@ def test_computing_in_bf16_over_fp32_weights(name):
 
 def test_a_loss_of_ones_own():
     """A policy gradient with a balance loss: the sums that it returns are divided by the tokens of the whole batch."""
-    model, given = hybrid("qwen3_moe"), batch()
+    model, given = in_double("qwen3_moe"), batch()
     given["advantages"] = torch.randn(4, 1, dtype=torch.float64)
 
     def loss(params, cfg, batch, forward):
@@ -176,7 +176,7 @@ def test_a_loss_of_ones_own():
 
 def test_groups_and_a_schedule():
     """Groups by path, as torch has them; what the state says of a group holds from the next step on."""
-    model, given = hybrid(), batch()
+    model, given = in_double(), batch()
 
     def optimizer(leaves):
         wide = [(path, leaf) for path, leaf in leaves if leaf.dim() > 1]
@@ -205,7 +205,7 @@ def test_layers_compile_once_a_kind(name, options, monkeypatch):
     found = []
     for compiled in (False, True):
         torch.manual_seed(5)
-        model = hybrid(name)
+        model = in_double(name)
         given = {**batch(2, 9), "segment_ids": torch.tensor([[0] * 4 + [1] * 5] * 2)}
         step = programs.train_step(model.config, ADAM, compile=compiled, **options)
         leaves, _, metrics = after(model, step, given, 3)
