@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
 
 from torch import fx
 
@@ -18,7 +17,7 @@ from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .cpu import CPU_KERNELS
 from .cuda import CUDA_KERNELS
 from .dynamo import op_name, region_of, value_of
-from .join import join
+from .join import arguments_of, join
 from .kernel import Call, Kernel
 from .sizes import Target
 
@@ -45,17 +44,10 @@ def primitive_name(node: fx.Node) -> str | None:
 
 def share_read(node: fx.Node) -> Fraction:
     """How much of its parameters a primitive reads at most: of the experts those that tokens choose, else all."""
-    bound = _bound(node)
+    bound = arguments_of(node)
     if primitive_name(node) != "expert_mlp":
         return Fraction(1)
     return min(Fraction(1), Fraction(value_of(bound["indices"]).numel(), value_of(bound["gate"]).shape[0]))
-
-
-def _bound(node: fx.Node) -> Mapping[str, Any]:
-    """The arguments of a primitive's node, by name."""
-    name = primitive_name(node)
-    assert name is not None
-    return inspect.signature(PRIMITIVES[name]).bind(*node.args, **node.kwargs).arguments
 
 
 def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[Kernel | None, str]:
@@ -92,8 +84,14 @@ def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...])
     """Make the larger primitives of which a kernel computes more at once, within `graph` and its regions."""
     if not any(kernel.primitive in ("linear_add", "add_norm") for kernel in kernels):
         return
+    names = [kernel.name for kernel in kernels]
+
+    def taken(node: fx.Node) -> int | None:
+        kernel = choose(node, target, kernels)[0]
+        return None if kernel is None else names.index(kernel.name)
+
     for each in {node.graph for node in walk(graph)}:
-        while join(each, lambda node: choose(node, target, kernels)[0] is not None):
+        while join(each, taken):
             pass
 
 
