@@ -48,7 +48,8 @@ class Op:
 
 
 def _check_alike(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise `TypeError` unless all floating-point tensors have one dtype, and all tensors one device."""
+    """Raise unless all floating-point tensors have one dtype, all tensors one device, and numbers of a row lie next to
+    each other."""
     tensors = {argument: t for argument, t in arguments.items() if isinstance(t, Tensor)}
     first = next(iter(tensors))
     for argument, t in tensors.items():
@@ -59,6 +60,11 @@ def _check_alike(name: str, arguments: Mapping[str, Any]) -> None:
             raise TypeError(
                 f"{name}({argument}=...): it is {t.dtype}, and {first} {other.dtype}\n"
                 f"    fix: {argument}.to({first}.dtype)"
+            )
+        if t.shape[-1:] > (1,) and t.stride(-1) != 1:
+            raise ValueError(
+                f"{name}({argument}=...): numbers of a row lie {t.stride(-1)} apart, not side by side\n"
+                f"    fix: {argument}.contiguous()"
             )
 
 

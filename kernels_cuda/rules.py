@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = ["CPP_TYPES", "arch_rule", "by_rows", "dtype_rule", "tokens_of"]
+__all__ = ["CPP_TYPES", "arch_rule", "as_rows", "by_rows", "dtype_rule", "tokens_of"]
 
 CPP_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -38,12 +38,17 @@ def tokens_of(x: Tensor) -> int:
     return math.prod(int(n) for n in x.shape[:-1])
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """x `... D` as `N D`, where D may be 0 and N is not to be found by dividing by it."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def by_rows(**tensors: Sequence[Tensor | None]) -> str | None:
     """Numbers of a row lie next to each other."""
     for name, each in tensors.items():
         for t in each:
             if t is not None and t.shape[-1] > 1 and t.stride(-1) != 1:
-                return f"{name} by columns"
+                return f"{name} by columns" if t.dim() > 1 else f"{name} with gaps"
     return None
 
 
