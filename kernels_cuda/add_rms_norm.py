@@ -9,14 +9,13 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import functional as F
-from ..functional.shapes import check_shapes
+from ..functional.shapes import ShapeError, check_shapes
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, dtype_rule
+from .rules import CPP_TYPES, arch_rule, as_rows, by_rows, check_dtype, check_rows, dtype_rule
 
 __all__ = ["add_norm", "supports"]
 
@@ -32,6 +31,7 @@ def _reference(
 
 def _outputs(x: Tensor, residual: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     check_dtype("add_rms_norm", x=x, residual=residual, weight=weight)
+    check_rows("add_rms_norm", x=x, residual=residual, weight=weight)
     check_shapes("add_rms_norm", x=(x, "N D"), residual=(residual, "N D"), weight=(weight, "D"))
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -89,7 +89,12 @@ def _add_norm(
     zero_centered: bool = False,
     scale_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    rows = (t.reshape(-1, t.shape[-1]) for t in torch.broadcast_tensors(x, residual))
+    if x.shape != residual.shape:
+        raise ShapeError(
+            f"add_rms_norm(residual=...): it is {tuple(residual.shape)}, and x {tuple(x.shape)}\n"
+            "    fix: torch.broadcast_tensors(x, residual)"
+        )
+    rows = (as_rows(x), as_rows(residual))
     normed, total = _add_rms_norm(*rows, weight, eps=eps, zero_centered=zero_centered, scale_in_fp32=scale_in_fp32)
     return normed.view(x.shape), total.view(x.shape)
 

@@ -149,7 +149,7 @@ template <class T> __device__ __forceinline__ float activated(float x, int activ
     case GELU_TANH:
       return rounded<T>(0.5f * x * (1.f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x))));
     case RELU2:
-      return x > 0.f ? rounded<T>(x * x) : 0.f;
+      return x <= 0.f ? 0.f : rounded<T>(x * x);  // of NaN, NaN
     default:
       return x;
   }

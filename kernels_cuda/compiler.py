@@ -2,7 +2,8 @@
 
 A cubin is found again by its text, the text of what it includes, its name, the options, the architecture and NVRTC's
 version. Two processes that build one at once both write it, each under a name of its own first, so that neither reads
-half of it; one that dies leaves such a file behind, which nobody reads. A damaged entry is built again.
+half of it; one that dies leaves such a file behind, which nobody reads. A damaged entry is built again. Where nothing
+can be kept, a warning says so and each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def missing() -> str | None:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"NVRTC is not here ({first})\n    fix: pip install 'meshfn[cuda]'"
     return None
 
@@ -60,10 +62,19 @@ def compile_kernel(source: str, name: str, arch: str, *, cache: Path | None = No
     cache: the folder of cubins, the user's unless given. Raises `CompileError`, and `RuntimeError` without NVRTC."""
     folder = _cache_folder() if cache is None else cache
     path = folder / f"{_key(source, name, arch)}.cubin"
-    found = _read(path)
-    if found is None:
-        found = _build(source, name, arch)
+    kept = _read(path)
+    if kept is not None:
+        return kept
+    found = _build(source, name, arch)
+    try:
         _write(path, found)
+    except OSError as error:
+        warnings.warn(
+            f"compile_kernel({name}): what was compiled is not kept, and the next process compiles it again ({error})\n"
+            "    fix: set XDG_CACHE_HOME to the path of a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return found
 
 
@@ -82,6 +93,11 @@ def _build(source: str, name: str, arch: str) -> Cubin:
     except Exception as error:  # the class is private
         if "NVRTC" not in type(error).__name__:
             raise
+        if "--gpu-architecture" in str(error):
+            raise CompileError(
+                f'compile_kernel(arch="{arch}"): NVRTC {_version()} does not know it\n'
+                f"    fix: a newer nvidia-cuda-nvrtc, or one of {', '.join(ARCHITECTURES)}"
+            ) from error
         raise CompileError(f"{source}, {name}, {arch}:\n{error}") from error
     symbol = built.symbol_mapping[name]
     symbol = symbol.decode() if isinstance(symbol, bytes) else symbol
@@ -120,8 +136,14 @@ def _version() -> str:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "meshfn" / "cubins"
+    """The user's. A relative path is to be ignored, says the specification of XDG's folders."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshfn" / "cubins"
+    except RuntimeError as error:  # cuda.core needs one too
+        raise RuntimeError(
+            "compile_kernel: this user has no home\n    fix: set HOME to the path of a folder"
+        ) from error
 
 
 def _read(path: Path) -> Cubin | None:
@@ -130,15 +152,19 @@ def _read(path: Path) -> Cubin | None:
         head, _, code = path.read_bytes().partition(b"\n")
         told: dict[str, Any] = json.loads(head)
         digest = told.pop("sha256")
-        return Cubin(code, **told) if digest == hashlib.sha256(code).hexdigest() else None
+        return Cubin(code, **told) if digest == _digest(told, code) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _digest(told: dict[str, Any], code: bytes) -> str:
+    return hashlib.sha256(json.dumps(told).encode() + b"\n" + code).hexdigest()
 
 
 def _write(path: Path, cubin: Cubin) -> None:
     told = asdict(cubin)
     code = told.pop("code")
-    told["sha256"] = hashlib.sha256(code).hexdigest()
+    told["sha256"] = _digest(told, code)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:

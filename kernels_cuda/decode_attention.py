@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import functional as F
 from ..functional.shapes import ShapeError, check_shapes
 from .device import counters
-from .launch import Argument, Launch
+from .launch import Launch
 from .ops import Op, composite, define, vector_length
 from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
 
@@ -120,8 +120,7 @@ def _launches(
         softmaxes = q.new_empty(rows * splits * queries * 2, dtype=torch.float32)
         partial = q.new_empty(rows * splits * queries * v_width, dtype=torch.float32)
         arrived = counters(q.device)
-    integer, long, real = ctypes.c_int, ctypes.c_longlong, ctypes.c_float
-    places: tuple[Argument, ...] = (q_positions, *_steps(q_positions), k_positions, *_steps(k_positions))
+    integer, real = ctypes.c_int, ctypes.c_float
     lanes = (*_lanes(k_width, vector), *_lanes(v_width, vector))
     launch = Launch(
         source="decode_attention.cu",
@@ -129,9 +128,18 @@ def _launches(
         grid=(splits if tokens else 0, kv_heads * chunks, batch),
         block=(_THREADS, 1, 1),
         args=(
-            *(q, *map(long, q.stride()[:3]), k, *map(long, k.stride()[:3]), v, *map(long, v.stride()[:3])),
-            *places,
-            *(gate, *map(long, (0, 0, 0) if gate is None else gate.stride()[:3])),
+            q,
+            *_strides(q),
+            k,
+            *_strides(k),
+            v,
+            *_strides(v),
+            q_positions,
+            *_steps(q_positions),
+            k_positions,
+            *_steps(k_positions),
+            gate,
+            *_strides(gate),
             *(sinks, out, softmaxes, partial, arrived),
             *map(integer, (slots, tokens, groups, k_width, v_width, causal, window or 0)),
             real(k_width**-0.5 if softmax_scale is None else softmax_scale),
@@ -148,6 +156,11 @@ def _lanes(width: int, vector: int) -> tuple[int, int]:
     vectors = width // vector
     lanes = min(32, 1 << (vectors - 1).bit_length())
     return lanes, -(-vectors // lanes)
+
+
+def _strides(x: Tensor | None) -> tuple[ctypes.c_longlong, ...]:
+    """Of all but the last dimension; zeros without a tensor."""
+    return tuple(map(ctypes.c_longlong, (0, 0, 0) if x is None else x.stride()[:3]))
 
 
 def _steps(positions: Tensor) -> tuple[ctypes.c_longlong, ctypes.c_longlong]:

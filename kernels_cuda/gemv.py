@@ -17,7 +17,7 @@ from ..functional.shapes import ShapeError, check_shapes
 from .device import COUNTERS, counters
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, check_dtype, dtype_rule, tokens_of
+from .rules import CPP_TYPES, NORMS, arch_rule, as_rows, by_rows, check_dtype, check_rows, dtype_rule, tokens_of
 
 __all__ = ["MOST_TOKENS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
 
@@ -81,7 +81,13 @@ def _outputs(x: Tensor, norm_weight: Tensor | None, *rest: Tensor | None, end: s
     weights, biases, residual = rest[:MOST_WEIGHTS], rest[MOST_WEIGHTS:-1], rest[-1]
     named = {f"w{i}": w for i, w in enumerate(weights)} | {f"b{i}": b for i, b in enumerate(biases)}
     check_dtype("gemv", x=x, norm_weight=norm_weight, **named, residual=residual)
+    check_rows("gemv", x=x, norm_weight=norm_weight, **named, residual=residual)
     sizes = check_shapes("gemv", x=(x, "N D"), norm_weight=(norm_weight, "D"))
+    if sizes["N"] > MOST_TOKENS:
+        raise ShapeError(
+            f"gemv(x=...): it has {sizes['N']} tokens, and the kernel takes at most {MOST_TOKENS}\n"
+            f"    fix: x.split({MOST_TOKENS}), or the plain function"
+        )
     widths = []
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         given = {f"w{i}": (w, "F D"), f"b{i}": (b, "F")}
@@ -171,10 +177,12 @@ def _call(
     scale_in_fp32: bool = False,
 ) -> Tensor:
     """The op on tokens of any shape `... D` -> `... F`."""
+    if not 0 < len(weights) <= MOST_WEIGHTS:
+        raise ShapeError(f"gemv(weights=...): it takes 1 to {MOST_WEIGHTS} weights, not {len(weights)}")
     empty = [None] * (MOST_WEIGHTS - len(weights))
-    rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    rows = None if residual is None else as_rows(residual)
     norm = {"eps": eps, "zero_centered": zero_centered, "scale_in_fp32": scale_in_fp32}
-    args = (x.reshape(-1, x.shape[-1]), norm_weight, *weights, *empty, *biases, *empty, rows)
+    args = (as_rows(x), norm_weight, *weights, *empty, *biases, *empty, rows)
     out: Tensor = _gemv(*args, end=end, activation=activation, **norm)
     return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -217,9 +225,12 @@ linear_add = composite("linear_add", _linear_add)
 def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
     """Of a call of one of the four primitives: None where the kernel computes it, else the reason why not."""
     x = arguments["x"]
-    weights = arguments.get("weights") or [arguments[n] for n in ("gate", "up", "weight") if n in arguments]
-    biases = arguments.get("biases") or [b for name, b in arguments.items() if name.endswith("bias")]
+    several = "weights" in arguments
+    weights = arguments["weights"] if several else [arguments[n] for n in ("gate", "up", "weight") if n in arguments]
+    biases = arguments["biases"] if several else [b for name, b in arguments.items() if name.endswith("bias")]
     beside = [arguments.get("norm_weight"), arguments.get("residual"), *biases]
+    if not weights:
+        return "no weights"
     if (reason := arch_rule(arch) or dtype_rule(x, *weights, *beside)) is not None:
         return reason
     if arguments.get("norm_weight") is not None and arguments["norm_type"] != "rms_norm":
@@ -232,4 +243,4 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
         return "gate and up of different widths"
     if (activation := arguments.get("activation")) not in _ACTIVATIONS:
         return f"no {activation}"
-    return by_rows(weights=weights, x=[x], residual=[arguments.get("residual")])
+    return by_rows(weights=weights, x=[x], residual=beside[1:2], norm_weight=beside[:1], biases=biases)

@@ -10,7 +10,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-__all__ = ["CPP_TYPES", "NORMS", "arch_rule", "by_rows", "check_dtype", "dtype_rule", "tokens_of"]
+__all__ = [
+    "CPP_TYPES",
+    "NORMS",
+    "arch_rule",
+    "as_rows",
+    "by_rows",
+    "check_dtype",
+    "check_rows",
+    "dtype_rule",
+    "tokens_of",
+]
 
 CPP_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -55,9 +65,24 @@ def check_dtype(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def check_rows(op: str, **tensors: Tensor | None) -> None:
+    """Raise `ValueError` unless the numbers of every row lie next to each other."""
+    for name, t in tensors.items():
+        if t is not None and t.shape[-1:] > (1,) and t.stride(-1) != 1:
+            raise ValueError(
+                f"{op}({name}=...): numbers of a row lie {t.stride(-1)} apart, not side by side\n"
+                f"    fix: {name}.contiguous()"
+            )
+
+
 def tokens_of(x: Tensor) -> int:
     """How many tokens x `... D` has, as a plain number."""
     return math.prod(int(n) for n in x.shape[:-1])
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x `... D` as `N D`, where D may be 0 and N is not to be found by dividing by it."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def by_rows(**tensors: Sequence[Tensor | None]) -> str | None:
@@ -65,7 +90,7 @@ def by_rows(**tensors: Sequence[Tensor | None]) -> str | None:
     for name, each in tensors.items():
         for t in each:
             if t is not None and t.shape[-1] > 1 and t.stride(-1) != 1:
-                return f"{name} by columns"
+                return f"{name} by columns" if t.dim() > 1 else f"{name} with gaps"
     return None
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import operator
 import sysconfig
 import types
 import uuid
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "capture",
@@ -32,8 +34,10 @@ __all__ = [
     "longest_sum",
     "region",
     "region_of",
+    "same_memory",
     "source_of",
     "without_warning",
+    "writes_to",
 ]
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -189,6 +193,33 @@ def source_of(node: fx.Node) -> str | None:
 def value_of(node: fx.Node) -> Any:
     """What a node computes, as fake tensors with shapes, dtypes and strides."""
     return node.meta.get("example_value")
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """Whether two traced values are tensors of one storage."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return bool(StorageWeakRef(a.untyped_storage()) == StorageWeakRef(b.untyped_storage()))
+
+
+_IN_PLACE = {operator.setitem, operator.delitem}
+_IN_PLACE |= {getattr(operator, name) for name in dir(operator) if name[0] == "i" and hasattr(operator, name[1:])}
+
+
+def writes_to(node: fx.Node) -> Sequence[fx.Node]:
+    """The arguments whose memory a node may write to."""
+    out = node.kwargs.get("out")
+    into = [out] if isinstance(out, fx.Node) else []
+    if region_of(node) is not None:
+        return node.all_input_nodes
+    if is_operator(node.target):
+        schema: Any = node.target
+        return node.all_input_nodes if schema._schema.is_mutable else into
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = name.endswith("_") and not name.endswith("__")
+    if node.op.startswith("call_") and (named or node.target in _IN_PLACE or node.kwargs.get("inplace")):
+        into += [node.all_input_nodes[0]] if node.all_input_nodes else []
+    return into
 
 
 def op_name(node: fx.Node) -> str:

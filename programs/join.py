@@ -7,27 +7,30 @@
 `programs/join_cache.py` joins what stands in front of attention.
 
 Only nodes that stand directly behind one another are joined. An edge of a layout that moves something (a sum over
-ranks after the last projection) is a node between them, so nothing is ever joined across it.
+ranks after the last projection) is a node between them, so nothing is ever joined across it. A node that is joined
+moves to where the sum stands, so nothing is joined whose arguments are written in place in between, or come later.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..functional.primitive import NAMESPACE, PRIMITIVES
-from .dynamo import value_of
+from .dynamo import op_name, same_memory, value_of, writes_to
 
-__all__ = ["Taken", "args_of", "call_before", "is_primitive", "join"]
+__all__ = ["Taken", "args_of", "arguments_of", "call_before", "is_primitive", "join"]
 
-# Says whether a kernel takes a primitive's node.
-Taken = Callable[[fx.Node], bool]
+# The place in the table of the kernel that takes a primitive's node, None without one.
+Taken = Callable[[fx.Node], int | None]
 
-_ADDS = (operator.add, operator.iadd, torch.add)
+# `x += y` is none of them: whoever else holds x sees the sum.
+_ADDS = (operator.add, torch.add)
 _NORM_OPTIONS = ("norm_type", "eps", "zero_centered", "scale_in_fp32")
 
 
@@ -37,6 +40,15 @@ def join(graph: fx.Graph, taken: Taken) -> bool:
     products = [node for node in graph.nodes if node.op == "call_function" and node.target is operator.mul]
     joined = any(_linear_add(node, taken) or _add_norm(node, taken) for node in adds)
     return joined or any(_gate(node, taken) for node in products)
+
+
+def arguments_of(node: fx.Node) -> Mapping[str, Any]:
+    """The arguments of a primitive's node, by name, without those that it leaves to their defaults."""
+    return _signature(node).bind(*node.args, **node.kwargs).arguments
+
+
+def _signature(node: fx.Node) -> inspect.Signature:
+    return inspect.signature(PRIMITIVES[op_name(node).partition("::")[2]])
 
 
 def _is_add(node: fx.Node) -> bool:
@@ -53,12 +65,14 @@ def _linear_add(add: fx.Node, taken: Taken) -> bool:
     for y, residual in ((first, second), (second, first)):
         product, bias = _with_bias(y)
         linear = _single_product(product)
-        if linear is None or _shape(residual) != _shape(add):
+        if linear is None or not _shape(product) == _shape(residual) == _shape(add):
             continue
-        x, _, weights, _ = linear.args
-        assert isinstance(weights, list)
-        new = call_before(add, "linear_add", (x, weights[0], residual, bias), value_of(add))
-        if not taken(new):
+        if _written(linear, add, [*linear.all_input_nodes, *y.all_input_nodes]):
+            continue
+        given = arguments_of(linear)
+        new = call_before(add, "linear_add", (given["x"], given["weights"][0], residual, bias), value_of(add))
+        alone, joined = taken(linear), taken(new)
+        if joined is None or (alone is not None and alone < joined):  # what comes first in the table is asked first
             add.graph.erase_node(new)
             continue
         new.name = add.name
@@ -73,7 +87,7 @@ def _with_bias(y: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """y, or the two terms of y where it is a product and a bias that nobody else uses."""
     if _is_add(y) and len(y.users) == 1:
         product, bias = y.all_input_nodes
-        if len(_shape(bias)) == 1:
+        if _shape(bias) == _shape(product)[-1:]:
             return product, bias
     return y, None
 
@@ -85,23 +99,27 @@ def _single_product(node: fx.Node) -> fx.Node | None:
     call = node.args[0]
     if not isinstance(call, fx.Node) or not is_primitive(call, "norm_linear") or len(call.users) != 1:
         return None
-    _, norm_weight, weights, biases = call.args
-    plain = norm_weight is None and biases == [None] and call.kwargs.get("norm_bias") is None
-    return call if plain and isinstance(weights, list) and len(weights) == 1 else None
+    given = arguments_of(call)
+    plain = given["norm_weight"] is None and given.get("norm_bias") is None
+    return call if plain and len(given["weights"]) == 1 and given["biases"] == [None] else None
 
 
 def _add_norm(add: fx.Node, taken: Taken) -> bool:
     """The sum, normalised in front of a primitive that no kernel takes with its norm."""
-    users = [u for u in add.users if _normalises(u, add) and not taken(u)]
+    users = [u for u in add.users if _normalises(u, add) and taken(u) is None]
     if not users or not _same_shapes(add):
         return False
     user = users[0]
     plain = is_primitive(user, "normalize")
-    bias = user.args[2] if plain and len(user.args) > 2 else user.kwargs.get("bias" if plain else "norm_bias")
-    options = {name: user.kwargs[name] for name in _NORM_OPTIONS if name in user.kwargs}
+    given = dict(arguments_of(user))
+    weight, bias = given["weight" if plain else "norm_weight"], given.get("bias" if plain else "norm_bias")
+    norm = [node for node in (weight, bias) if node is not None]
+    if not all(node < add for node in norm) or _written(add, user, [add, *norm]):
+        return False
+    options = {name: given[name] for name in _NORM_OPTIONS if name in given}
     values = (value_of(add), value_of(add))
-    new = call_before(add, "add_norm", (*add.args, user.args[1], bias), values, options)
-    if not taken(new):
+    new = call_before(add, "add_norm", (*add.args, weight, bias), values, options)
+    if taken(new) is None:
         add.graph.erase_node(new)
         return False
     with add.graph.inserting_before(add):
@@ -114,16 +132,31 @@ def _add_norm(add: fx.Node, taken: Taken) -> bool:
         user.replace_all_uses_with(normed)
         user.graph.erase_node(user)
     else:
-        user.args = (normed, None, *user.args[2:])
-        user.kwargs = {name: value for name, value in user.kwargs.items() if name not in (*_NORM_OPTIONS, "norm_bias")}
+        left = {name: given[name] for name in given if name not in (*_NORM_OPTIONS, "norm_bias")}
+        bound = _signature(user).bind(**{**left, "x": normed, "norm_weight": None})
+        user.args, user.kwargs = bound.args, bound.kwargs
     add.graph.erase_node(add)
     return True
 
 
 def _normalises(user: fx.Node, x: fx.Node) -> bool:
     """Whether a primitive normalises x, with a weight, as the first thing it does."""
-    known = any(is_primitive(user, name) for name in ("norm_linear", "gated_mlp", "plain_mlp", "normalize"))
-    return known and user.args[0] is x and user.args[1] is not None
+    if is_primitive(user, "normalize"):
+        return arguments_of(user)["x"] is x
+    known = any(is_primitive(user, name) for name in ("norm_linear", "gated_mlp", "plain_mlp"))
+    return known and arguments_of(user)["x"] is x and arguments_of(user)["norm_weight"] is not None
+
+
+def _written(first: fx.Node, last: fx.Node, read: list[fx.Node]) -> bool:
+    """Whether a node between the two writes to the memory of one of those read."""
+    values = [value_of(node) for node in read]
+    into = [value_of(node) for between in _between(first, last) for node in writes_to(between)]
+    return any(same_memory(a, b) for a in into for b in values)
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    while (first := first.next) is not last:
+        yield first
 
 
 def _gate(product: fx.Node, taken: Taken) -> bool:
@@ -137,7 +170,7 @@ def _gate(product: fx.Node, taken: Taken) -> bool:
     if _shape(gate) != _shape(product) or attend.kwargs.get("gate") is not None:
         return False
     new = call_before(product, "decode_attention", attend.args, value_of(product), {**attend.kwargs, "gate": gate})
-    if not taken(new):
+    if taken(new) is None:
         product.graph.erase_node(new)
         return False
     new.name = attend.name

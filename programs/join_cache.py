@@ -67,7 +67,7 @@ def _join(attend: fx.Node, taken: Taken) -> bool:
         return False
     values = (value_of(args_of(attend)[0]), value_of(held))
     new = call_before(first, "qkv_rope_cache", args, values, {**queries.options, "ring": ring})
-    if not taken(new):
+    if taken(new) is None:
         attend.graph.erase_node(new)
         return False
     for i, old in enumerate((args_of(attend)[0], held)):

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
 
 from torch import fx
 
@@ -19,7 +18,7 @@ from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .cpu import CPU_KERNELS
 from .cuda import CUDA_KERNELS
 from .dynamo import op_name, region_of, value_of
-from .join import join
+from .join import arguments_of, join
 from .join_cache import join_cache
 from .join_gdn import join_gdn
 from .kernel import Call, Kernel
@@ -48,17 +47,10 @@ def primitive_name(node: fx.Node) -> str | None:
 
 def share_read(node: fx.Node) -> Fraction:
     """How much of its parameters a primitive reads at most: of the experts those that tokens choose, else all."""
-    bound = _bound(node)
+    bound = arguments_of(node)
     if primitive_name(node) != "expert_mlp":
         return Fraction(1)
     return min(Fraction(1), Fraction(value_of(bound["indices"]).numel(), value_of(bound["gate"]).shape[0]))
-
-
-def _bound(node: fx.Node) -> Mapping[str, Any]:
-    """The arguments of a primitive's node, by name."""
-    name = primitive_name(node)
-    assert name is not None
-    return inspect.signature(PRIMITIVES[name]).bind(*node.args, **node.kwargs).arguments
 
 
 def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[Kernel | None, str]:
@@ -86,7 +78,7 @@ def _goes_back(node: fx.Node, i: int, name: str) -> bool:
     """Whether the i-th result of a primitive is copied into the argument of a name, and not used otherwise."""
     results = [user for user in node.users if user.target is operator.getitem and user.args[1] == i]
     users = [(user.target, user.args) for result in results for user in result.users]
-    return len(results) == 1 and users == [("copy_", (_bound(node)[name], results[0]))]
+    return len(results) == 1 and users == [("copy_", (arguments_of(node)[name], results[0]))]
 
 
 def writer_of(new: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> str:
@@ -114,8 +106,11 @@ def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...])
     """Make the larger primitives of which a kernel computes more at once, within `graph` and its regions."""
     served = {kernel.primitive for kernel in kernels}
 
-    def taken(node: fx.Node) -> bool:
-        return choose(node, target, kernels)[0] is not None
+    names = [kernel.name for kernel in kernels]
+
+    def taken(node: fx.Node) -> int | None:
+        kernel = choose(node, target, kernels)[0]
+        return None if kernel is None else names.index(kernel.name)
 
     for each in {node.graph for node in walk(graph)}:
         if "gdn_step" in served:

@@ -77,7 +77,7 @@ class Builder:
     """Builds and keeps. folder: the cache; where none is named, the user's, or a temporary one."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or _user_cache()
+        self.folder = (folder or _user_cache()).resolve()  # g++ runs in another
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def kernel(self, text: Path, name: str, sanitizer: str | None, flags: Sequence[str] = ()) -> Path:
@@ -148,8 +148,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _user_cache() -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshfn" / "simt"
-    with contextlib.suppress(OSError):
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: of a user without a home
+        home = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshfn" / "simt"
         home.mkdir(parents=True, exist_ok=True)
         if os.access(home, os.W_OK):
             return home

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,15 @@ def test_a_cubin_is_compiled_once(tmp_path, built):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-1] + b"?", lambda b: b"{}\n"]
+    "damage",
+    [
+        lambda b: b[: len(b) // 2],
+        lambda b: b"",
+        lambda b: b[:-1] + b"?",
+        lambda b: b"{}\n",
+        lambda b: b"[]\n" + b,
+        lambda b: b.replace(b'"symbol": "_Z', b'"symbol": "_Y', 1),
+    ],
 )
 def test_a_damaged_entry_is_built_again(tmp_path, built, damage):
     first = compile_kernel("add_rms_norm.cu", NAME, "sm_90", cache=tmp_path)
@@ -172,3 +181,46 @@ def test_importing_and_planning_touch_no_cuda():
 def test_every_text_is_packaged():
     here = Path(kernels_cuda.__file__).parent
     assert {path.suffix for path in here.iterdir() if path.is_file()} == {".py", ".cu", ".cuh"}
+
+
+def occupied(tmp_path: Path) -> Path:
+    """A folder that cannot be made: a file stands there. (One without permissions does not stop a superuser.)"""
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "cubins"
+
+
+def test_where_nothing_can_be_kept_it_is_said(tmp_path, monkeypatch, built):
+    with pytest.warns(RuntimeWarning, match=r"is not kept[\s\S]*fix: set XDG_CACHE_HOME"):
+        made = compile_kernel("add_rms_norm.cu", NAME, "sm_90", cache=occupied(tmp_path))
+    assert made.code.startswith(b"\x7fELF")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(RuntimeError, match="this user has no home\n    fix: set HOME"):
+        compile_kernel("add_rms_norm.cu", NAME, "sm_90")
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("value", ["", "here", "./here"])
+def test_a_cache_is_not_where_one_happens_to_stand(tmp_path, monkeypatch, value):
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiler._cache_folder() == tmp_path / ".cache" / "meshfn" / "cubins"
+
+
+def test_an_architecture_that_is_not_known(tmp_path):
+    assert compile_kernel("add_rms_norm.cu", NAME, "sm_90a", cache=tmp_path).registers > 0
+    for arch in ("sm_12", "sm_999", ""):
+        with pytest.raises(CompileError, match=rf'arch="{arch}"\): NVRTC [\d.]+ does not know it\n    fix: a newer'):
+            compile_kernel("add_rms_norm.cu", NAME, arch, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_threads_that_want_the_same_kernel(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        wanted = [pool.submit(compile_kernel, "add_rms_norm.cu", NAME, "sm_90", cache=tmp_path) for _ in range(8)]
+    assert len({each.result() for each in wanted}) == 1
+    assert [path.suffix for path in tmp_path.iterdir()] == [".cubin"]

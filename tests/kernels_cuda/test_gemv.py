@@ -94,6 +94,7 @@ CASES = {
     "residual": case("linear_add", torch.float16, (3, 1), 100, (6,), bias=True),
     "columns shared by blocks": case("plain_mlp", torch.float32, (2,), 4096, (6,), norm="1+w", activation="relu2"),
     "sliced, a rest of columns": case("norm_linear", torch.float32, (1, 1, 1), 43, (5, 4, 3, 2), lie="sliced"),
+    "several rounds": case("norm_linear", torch.bfloat16, (3,), 5000, (7,), lie="shifted"),
     "odd addresses": case("gated_mlp", torch.bfloat16, (1, 8), 64, (9, 9), bias=True, activation="gelu", lie="shifted"),
 }
 
