@@ -87,6 +87,10 @@ template <class T, int N> __device__ __forceinline__ Vec<T, N> numbers_of(Bits<T
   return both.numbers;
 }
 
+template <int N, class T> __device__ __forceinline__ Vec<T, N> load_once(const T* p) {
+  return numbers_of<T, N>(load_bits_once<N>(p));
+}
+
 template <int N, class T> __device__ __forceinline__ void store(T* p, const Vec<T, N>& value) {
   *reinterpret_cast<Vec<T, N>*>(p) = value;
 }
