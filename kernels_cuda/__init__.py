@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import add_rms_norm, gemv
+from . import add_rms_norm, gemv, mla_decode
 from .compiler import ARCHITECTURES, CompileError, Cubin, compile_kernel, missing
 from .launch import Launch
 from .ops import OPS, Op
@@ -46,4 +46,5 @@ KERNELS = (
     Serves("gemv", "plain_mlp", gemv.plain_mlp, gemv.supports),
     Serves("gemv", "linear_add", gemv.linear_add, gemv.supports),
     Serves("add_rms_norm", "add_norm", add_rms_norm.add_norm, add_rms_norm.supports),
+    Serves("mla_decode", "absorbed_core", mla_decode.absorbed_core, mla_decode.supports),
 )
