@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import add_rms_norm, gemv, mla_decode
+from . import add_rms_norm, gemv, mla_decode, sample_advance
 from .compiler import ARCHITECTURES, CompileError, Cubin, compile_kernel, missing
 from .launch import Launch
 from .ops import OPS, Op
@@ -47,4 +47,5 @@ KERNELS = (
     Serves("gemv", "linear_add", gemv.linear_add, gemv.supports),
     Serves("add_rms_norm", "add_norm", add_rms_norm.add_norm, add_rms_norm.supports),
     Serves("mla_decode", "absorbed_core", mla_decode.absorbed_core, mla_decode.supports),
+    Serves("sample_advance", "sample_advance", sample_advance.sample_advance, sample_advance.supports),
 )
