@@ -30,18 +30,20 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 @dataclass(frozen=True)
 class Op:
     """reference: the plain function, whose annotations are the op's schema. outputs: of the same arguments, what the op
-    returns, uninitialised. launches: of those outputs and the same arguments, what is run."""
+    returns, uninitialised. launches: of those outputs and the same arguments, what is run. apart: numbers that have a
+    dtype of their own; all others have one."""
 
     name: str
     reference: Callable[..., Any]
     outputs: Callable[..., Any]
     launches: Callable[..., Sequence[Launch]]
+    apart: Sequence[str] = ()
 
     def run(self, execute: Callable[[Launch], None], *args: Any, **kwargs: Any) -> Any:
         """The op by another way to execute a launch. `execute` finds arguments that live as long as the call."""
         given = inspect.signature(self.reference).bind(*args, **kwargs)
         given.apply_defaults()
-        _check_alike(self.name, given.arguments)
+        _check_alike(self.name, given.arguments, self.apart)
         out = self.outputs(**given.arguments)
         for launch in self.launches(out, **given.arguments):
             if math.prod(launch.grid):
@@ -49,15 +51,15 @@ class Op:
         return out
 
 
-def _check_alike(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise `TypeError` unless all floating-point tensors have one dtype, and all tensors one device."""
+def _check_alike(name: str, arguments: Mapping[str, Any], apart: Sequence[str]) -> None:
+    """Raise `TypeError` unless all floating-point tensors have one dtype, but those apart, and all tensors one device."""
     tensors = {argument: t for argument, t in arguments.items() if isinstance(t, Tensor)}
     first = next(iter(tensors))
     for argument, t in tensors.items():
         other = tensors[first]
         if t.device != other.device:
             raise TypeError(f"{name}({argument}=...): it is on {t.device}, and {first} on {other.device}")
-        if t.dtype != other.dtype and t.dtype.is_floating_point:
+        if t.dtype != other.dtype and t.dtype.is_floating_point and argument not in apart:
             raise TypeError(
                 f"{name}({argument}=...): it is {t.dtype}, and {first} {other.dtype}\n"
                 f"    fix: {argument}.to({first}.dtype)"
