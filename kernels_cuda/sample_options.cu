@@ -57,12 +57,14 @@ template <int WARPS> struct Row {
 // The key at which the sum of `amount` over keys from the lowest on first exceeds `limit`, which is below the whole; and
 // the sum below it.
 template <int THREADS, class Amount>
-__device__ unsigned threshold(Row<THREADS / 32>& row, const float* scores, int begin, int stop, u64 limit, u64& below,
+__device__ __forceinline__ unsigned threshold(Row<THREADS / 32>& row, const float* scores, int begin, int stop, u64 limit, u64& below,
                               const Amount& amount) {
   const int tid = threadIdx.x, lane = tid % 32;
   unsigned prefix = 0;
   below = 0;
-  for (int shift : {21, 10, 0}) {
+#pragma unroll
+  for (int digit = 0; digit < 3; digit++) {
+    const int shift = digit ? 20 - 10 * digit : 21;
     const int width = shift ? 11 : 10;
     for (int i = tid; i < BINS; i += THREADS) row.bins[i] = 0;
     __syncthreads();
@@ -102,7 +104,7 @@ __device__ unsigned threshold(Row<THREADS / 32>& row, const float* scores, int b
 
 // T: of the logits. counts: null where nothing is penalized. scores: room for them.
 template <class T, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 1)
     sample_options(const T* logits, long long logits_row, const long long* positions, long long positions_row,
                    const int* counts, const bool* do_sample, const float* temperatures, const long long* top_ks,
                    const double* top_ps, const float* min_ps, const float* repetitions, const float* presences,
@@ -164,7 +166,9 @@ __global__ void __launch_bounds__(THREADS)
       const u64 share = (u64)((double)(float)(1. - top_p) * (double)whole);
       const u64 limit = share < whole ? share : whole - 1;  // the most likely token stays
       least = threshold<THREADS>(row, scores, begin, stop, limit, below, part);
-      dropped = (limit - below) / (u64)(below_top(of_key(least), top) * UNIT);
+      const u64 each = below_top(of_key(least), top) * UNIT;
+      dropped = (double)(limit - below) / (double)each;
+      while (dropped * each > limit - below) dropped--;  // where the quotient was rounded up
     }
     const float min_p = finite ? min_ps[b] : 0.f;
 

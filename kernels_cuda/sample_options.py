@@ -9,8 +9,6 @@ Letters: B batch, Z vocabulary, N end-of-sequence tokens.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,12 +17,12 @@ from ..functional.sampling import Controls
 from ..functional.shapes import check_shapes
 from .launch import Launch
 from .ops import Op, define
-from .rules import CPP_TYPES, by_rows, dtype_rule
+from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
 
 __all__ = ["sample", "supports"]
 
 # Threads of a block, up to a size of the vocabulary.
-_FEW, _MANY, _SMALL = 128, 1024, 4096
+_FEW, _MANY, _SMALL = 128, 512, 4096
 
 
 def _reference(
@@ -104,7 +102,6 @@ def sample(
     return out
 
 
-def supports(logits: Tensor) -> str | None:
-    """None where the kernel computes it of these logits, else the reason why not."""
-    reasons: list[Any] = [dtype_rule(logits), by_rows(logits=[logits])]
-    return next((reason for reason in reasons if reason is not None), None)
+def supports(logits: Tensor, arch: str | None) -> str | None:
+    """None where the kernel computes it of logits `B Z`, else the reason why not."""
+    return arch_rule(arch) or dtype_rule(logits) or by_rows(logits=[logits])
