@@ -26,6 +26,7 @@ __all__ = [
     "Serves",
     "compile_kernel",
     "missing",
+    "sample_options",
 ]
 
 

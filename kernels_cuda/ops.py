@@ -52,7 +52,7 @@ class Op:
 
 
 def _check_alike(name: str, arguments: Mapping[str, Any], apart: Sequence[str]) -> None:
-    """Raise `TypeError` unless all floating-point tensors have one dtype, but those apart, and all tensors one device."""
+    """Raise `TypeError` unless all tensors have one device, and numbers, but for those apart, one dtype."""
     tensors = {argument: t for argument, t in arguments.items() if isinstance(t, Tensor)}
     first = next(iter(tensors))
     for argument, t in tensors.items():

@@ -34,9 +34,9 @@ def _reference(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple
 def _outputs(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "eos_token_id": (eos_token_id, "N")}
     batch = check_shapes("sample_advance", **given)["B"]
-    integers = {"dtype": torch.int64}
     logprob = logits.new_empty(batch, dtype=torch.float32)
-    return logits.new_empty(batch, **integers), logprob, logits.new_empty(batch, **integers)
+    token, after = logits.new_empty(2, batch, dtype=torch.int64)
+    return token, logprob, after
 
 
 def _launches(

@@ -42,7 +42,15 @@ def _reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`sampling.sample` without the counts that it returns; counts: None where nothing is penalized."""
     controls = Controls(
-        do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
     )
     given = logits if counts is None else counts
     return sampling.sample(logits, positions, given, controls, eos_token_id, penalizes=counts is not None)[:3]
@@ -54,9 +62,9 @@ def _outputs(
     rows = {f"controls[{i}]": (t, "B") for i, t in enumerate((*controls, *named.values()))}
     given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "counts": (counts, "B Z"), **rows}
     batch = check_shapes("sample_options", **given, eos_token_id=(eos_token_id, "N"))["B"]
-    integers = {"dtype": torch.int64}
     logprob = logits.new_empty(batch, dtype=torch.float32)
-    return logits.new_empty(batch, **integers), logprob, logits.new_empty(batch, **integers)
+    token, after = logits.new_empty(2, batch, dtype=torch.int64)
+    return token, logprob, after
 
 
 def _launches(
