@@ -173,7 +173,7 @@ def _absorbed_core(
     **absent: None,
 ) -> Tensor:
     batch = len(latent)
-    positions = q_positions.expand(batch, 1)[:, 0], k_positions.expand(batch, -1)
+    positions = q_positions.expand(batch, 1)[:, 0].contiguous(), k_positions.expand(batch, -1)
     told = {"nope_dim": nope_dim, "softmax_scale": softmax_scale, "causal": causal, "window": window}
     out: Tensor = _mla_decode(q[:, 0], latent, kv_b, *positions, **told)
     return out[:, None]

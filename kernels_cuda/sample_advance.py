@@ -35,8 +35,8 @@ def _outputs(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[T
     given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "eos_token_id": (eos_token_id, "N")}
     batch = check_shapes("sample_advance", **given)["B"]
     logprob = logits.new_empty(batch, dtype=torch.float32)
-    token, after = logits.new_empty(2, batch, dtype=torch.int64)
-    return token, logprob, after
+    token = logits.new_empty(batch, dtype=torch.int64)
+    return token, logprob, torch.empty_like(token)
 
 
 def _launches(
@@ -69,7 +69,7 @@ _sample_advance = define(Op("sample", _reference, _outputs, _launches))
 
 
 def _advance(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    out: tuple[Tensor, Tensor, Tensor] = _sample_advance(logits, positions, eos_token_id)
+    out: tuple[Tensor, Tensor, Tensor] = _sample_advance(logits, positions.contiguous(), eos_token_id)
     return out
 
 

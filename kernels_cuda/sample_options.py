@@ -63,8 +63,8 @@ def _outputs(
     given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "counts": (counts, "B Z"), **rows}
     batch = check_shapes("sample_options", **given, eos_token_id=(eos_token_id, "N"))["B"]
     logprob = logits.new_empty(batch, dtype=torch.float32)
-    token, after = logits.new_empty(2, batch, dtype=torch.int64)
-    return token, logprob, after
+    token = logits.new_empty(batch, dtype=torch.int64)
+    return token, logprob, torch.empty_like(token)
 
 
 def _launches(

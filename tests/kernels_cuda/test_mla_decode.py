@@ -197,7 +197,11 @@ mla_decode(kv_b=...): 38 rows are not N + V of each of 3 heads, with N=8 of E=12
 mla_decode(kv_b=...): 39 rows are not N + V of each of 3 heads, with N=13 of E=12 and V above 0
 mla_decode(latent=...): it is torch.float32, and q torch.bfloat16
     fix: latent.to(q.dtype)
-The expanded size of the tensor (9) must match the existing size (10) at non-singleton dimension 1.  Target sizes: [2, 9].  Tensor sizes: [2, 10]""",
+mla_decode(k_positions=...): T is 9 in latent but 10 in k_positions
+    latent     : B T LR = 2 9 16
+    k_positions: B T = 2 10
+                         ^^
+    so far: B=2 H=3 E=12 T=9 LR=16 HNV=39 L=12""",
     )
 
 
