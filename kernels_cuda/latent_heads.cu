@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(THREADS)
   constexpr int ACROSS = 16, GROUPS = THREADS / ACROSS, AHEAD = 8, COLUMNS = ACROSS * VEC;
   __shared__ float parts[WARPS][TOKENS][COLUMNS];
   griddep_launch();
-  const int tid = threadIdx.x, heads = gridDim.x, head = blockIdx.x, first = blockIdx.z * TOKENS, width = values + rotary;
+  const int tid = threadIdx.x, heads = gridDim.x, head = blockIdx.x, first = blockIdx.z * TOKENS;
+  const int width = values + rotary;
   const int column = blockIdx.y * COLUMNS + tid % ACROSS * VEC;
   kv_b += (long long)head * rows * kv_b_row;
   q += first * q_row + head * q_head;
@@ -85,8 +86,8 @@ __global__ void __launch_bounds__(THREADS)
 // A warp takes ROWS of a head's rows, a block 8 ROWS of them.
 template <class T, int VEC, int TOKENS>
 __global__ void __launch_bounds__(THREADS)
-    values_out(const float* partial, const float* stats, const T* kv_b, long long kv_b_row, T* out, int tokens, int nope,
-               int rows, int values, int shares) {
+    values_out(const float* partial, const float* stats, const T* kv_b, long long kv_b_row, T* out, int tokens,
+               int nope, int rows, int values, int shares) {
   constexpr int ROWS = 8;
   DYNAMIC_SHARED(float, o);  // `TOKENS L`
   griddep_launch();

@@ -2,13 +2,13 @@
 //
 //   o[b, h] = softmax_t( scale * q[b, h] . c[b, t] ) c[b, t, :L]      q `B H LR` in fp32, c `B T LR`, o `B H L`
 //
-// Each head multiplies the same latents, so they are bound by arithmetic before memory: tensor cores do it. A query is a
-// sum of two numbers in half precision, and so is a weight, which costs twice the products and keeps fp32's accuracy.
+// All heads multiply the same latents, so arithmetic is the bound before memory is: tensor cores do it. A query is a
+// sum of two numbers in half precision, and so is a weight: twice the products, and nearly the accuracy of fp32.
 //
 // A block takes 16 heads, or 32, of a row and a share of the slots, 16 at a time. Its warps share the columns: a warp
-// reads its columns of a latent once, for its part of the scores and for its part of the sums. What a share of the slots
-// gives is corrected as the highest score grows (Milakov and Gimelshein 2018, arXiv:1805.02867) and left with its highest
-// score and total; `values_out` adds the shares up. Slots that a query does not see are not read.
+// reads its columns of a latent once, for its part of the scores and for its part of the sums. Sums are corrected as
+// the highest score grows (Milakov and Gimelshein 2018, arXiv:1805.02867) and left with that score and the total of
+// weights; `values_out` puts the shares together. Slots that a query does not see are not read.
 #include "multiply.cuh"
 
 constexpr int THREADS = 256;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int p = 0; p < PARTS<T>; p++) query[tile][step][p].at[part].at[i % 2] = parts[p];
   }
 
-  // Which of 16 slots the query sees, and this warp's columns of those, on their way while the ones before are computed.
+  // Which of 16 slots the query sees, and this warp's columns of those, which fly while the ones before are computed.
   const int begin = blockIdx.y * share, stop = min(slots, begin + share);
   const long long position = q_positions[row * q_row];
   latent += row * latent_row;
@@ -163,8 +163,10 @@ __global__ void __launch_bounds__(THREADS)
     }
     if (__syncthreads_or(shrink != 1.f)) {
 #pragma unroll
-      for (int i = 0; i < TILES * STEPS * 8; i++)
-        sums[i / (STEPS * 8)][i / 8 % STEPS][i / 4 % 2][i % 4] *= shared.shrink[i / (STEPS * 8) * 16 + g + i / 2 % 2 * 8];
+      for (int i = 0; i < TILES * STEPS * 8; i++) {
+        const int tile = i / (STEPS * 8), step = i / 8 % STEPS, n = i / 4 % 2, part = i % 4;
+        sums[tile][step][n][part] *= shared.shrink[16 * tile + g + part / 2 * 8];
+      }
     }
 
     // Weights times latents, of this warp's columns.
@@ -199,6 +201,7 @@ __global__ void __launch_bounds__(THREADS)
   for (int i = 0; i < TILES * STEPS * 8; i++) {
     const int tile = i / (STEPS * 8), step = i / 8 % STEPS, n = i / 4 % 2, part = i % 4;
     const int h = 16 * tile + g + part / 2 * 8, column = column_of(step) + n * 8 + 2 * t + part % 2;
-    if (first_head + h < heads && column < values) partial[(here + h * shares) * values + column] = sums[tile][step][n][part];
+    if (first_head + h < heads && column < values)
+      partial[(here + h * shares) * values + column] = sums[tile][step][n][part];
   }
 }

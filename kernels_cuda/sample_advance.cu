@@ -1,5 +1,5 @@
-// The end of a step: the most likely token of each row, the lowest among equals, its log-probability, and whether the row
-// goes on.                                                                                logits `B Z`, all else `B`
+// The end of a step: the most likely token of each row, the lowest among equals, its log-probability, and whether the
+// row goes on.                                                                            logits `B Z`, all else `B`
 //
 // Blocks share a row's vocabulary, as many of them as its size says, so that a row is the same in every batch; the last
 // to arrive puts their parts together, in order. A row that is no distribution (a NaN or +inf in it, or nothing but

@@ -7,10 +7,8 @@
 // vocabulary, and reads only scores that it wrote. What is drawn is the first token at which the sum of weights, in the
 // order of the vocabulary and in fp64, exceeds u of the whole.
 #include "best.cuh"
+#include "threshold.cuh"
 
-typedef unsigned long long u64;
-
-constexpr int BINS = 2048;
 constexpr float UNIT = 1099511627776.f;
 
 // Philox4x32-10 (Salmon et al. 2011), of which two words make a number in [0, 1), as `uniform` does.
@@ -25,15 +23,6 @@ __device__ __forceinline__ double uniform(u64 seed, u64 counter) {
   return ((u64)(a >> 5) * (1u << 26) + (b >> 6)) * 0x1p-53;
 }
 
-// Integers in the order of the numbers, both zeros being one.
-__device__ __forceinline__ unsigned key_of(float x) {
-  const unsigned bits = __float_as_uint(x + 0.f);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float of_key(unsigned key) {
-  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
-}
-
 __device__ __forceinline__ float below_top(float x, float top) { return x == top ? 1.f : expf(x - top); }
 __device__ __forceinline__ double weight_of(float x, float top) { return x == top ? 1. : exp((double)x - (double)top); }
 
@@ -44,63 +33,13 @@ template <class N> __device__ __forceinline__ N lanes_sum(N x) {
 }
 
 template <int WARPS> struct Row {
-  u64 bins[BINS];
+  Digits digits;
   Best bests[WARPS], largest[WARPS];
   double above[WARPS];
   int ties[WARPS];
-  u64 below;           // what lies below the threshold's digits so far
-  unsigned digit;
-  int warp, dropped;   // where the token is, and how many ties of that stretch are left out
+  int warp, dropped, token;  // the stretch that the token is in, and how many ties of it are left out
   double before, target;
 };
-
-// The key at which the sum of `amount` over keys from the lowest on first exceeds `limit`, which is below the whole; and
-// the sum below it.
-template <int THREADS, class Amount>
-__device__ __forceinline__ unsigned threshold(Row<THREADS / 32>& row, const float* scores, int begin, int stop, u64 limit, u64& below,
-                              const Amount& amount) {
-  const int tid = threadIdx.x, lane = tid % 32;
-  unsigned prefix = 0;
-  below = 0;
-#pragma unroll
-  for (int digit = 0; digit < 3; digit++) {
-    const int shift = digit ? 20 - 10 * digit : 21;
-    const int width = shift ? 11 : 10;
-    for (int i = tid; i < BINS; i += THREADS) row.bins[i] = 0;
-    __syncthreads();
-    for (int z = begin + lane; z < stop; z += 32) {
-      const float x = scores[z];
-      const unsigned key = key_of(x);
-      if (shift == 21 || key >> (shift + width) == prefix) {
-        const u64 n = amount(x, key);
-        if (n) atomicAdd(&row.bins[key >> shift & ((1u << width) - 1)], n);
-      }
-    }
-    __syncthreads();
-    if (tid < 32) {
-      constexpr int EACH = BINS / 32;
-      u64 mine = 0;
-      for (int i = 0; i < EACH; i++) mine += row.bins[lane * EACH + i];
-      u64 up_to = mine;
-#pragma unroll
-      for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const u64 other = __shfl_up_sync(ALL_LANES, up_to, lanes);
-        if (lane >= lanes) up_to += other;
-      }
-      const unsigned over = __ballot_sync(ALL_LANES, below + up_to > limit);
-      if (lane == __ffs(over) - 1) {
-        u64 sum = below + up_to - mine;
-        int bin = lane * EACH;
-        while (sum + row.bins[bin] <= limit) sum += row.bins[bin++];
-        row.digit = bin, row.below = sum;
-      }
-    }
-    __syncthreads();
-    prefix = prefix << width | row.digit;
-    below = row.below;
-  }
-  return prefix;
-}
 
 // T: of the logits. counts: null where nothing is penalized. scores: room for them.
 template <class T, int THREADS>
@@ -121,7 +60,8 @@ __global__ void __launch_bounds__(THREADS, 1)
   scores += (long long)b * vocabulary;
   if (counts) counts += (long long)b * vocabulary;
   const bool drawn = do_sample[b];
-  const float temperature = temperatures[b], repetition = repetitions[b], presence = presences[b], frequency = frequencies[b];
+  const float temperature = temperatures[b], repetition = repetitions[b];
+  const float presence = presences[b], frequency = frequencies[b];
 
   // The model's own probabilities, and the scores: each step is rounded, as the plain function's operations are.
   Best own = no_best(), best = no_best();
@@ -150,7 +90,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     u64 below;
     if (top_k < vocabulary) {
       auto one = [](float x, unsigned key) -> u64 { return 1; };
-      least = threshold<THREADS>(row, scores, begin, stop, vocabulary - (top_k > 1 ? top_k : 1), below, one);
+      least = threshold<THREADS>(row.digits, scores, begin, stop, vocabulary - (top_k > 1 ? top_k : 1), below, one);
     }
     const double top_p = top_ps[b];
     if (top_p < 1. && finite) {
@@ -158,14 +98,14 @@ __global__ void __launch_bounds__(THREADS, 1)
       u64 mine = 0;
       for (int z = begin + lane; z < stop; z += 32) mine += part(scores[z], key_of(scores[z]));
       mine = lanes_sum(mine);
-      if (lane == 0) row.bins[warp] = mine;
+      if (lane == 0) row.digits.bins[warp] = mine;
       __syncthreads();
       u64 whole = 0;
-      for (int w = 0; w < WARPS; w++) whole += row.bins[w];
+      for (int w = 0; w < WARPS; w++) whole += row.digits.bins[w];
       __syncthreads();
       const u64 share = (u64)((double)(float)(1. - top_p) * (double)whole);
       const u64 limit = share < whole ? share : whole - 1;  // the most likely token stays
-      least = threshold<THREADS>(row, scores, begin, stop, limit, below, part);
+      least = threshold<THREADS>(row.digits, scores, begin, stop, limit, below, part);
       const u64 each = below_top(of_key(least), top) * UNIT;
       dropped = (double)(limit - below) / (double)each;
       while (dropped * each > limit - below) dropped--;  // where the quotient was rounded up
@@ -196,7 +136,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         whole += row.above[w];
       }
       row.target = uniform(seeds[b], positions[b * positions_row]) * whole;
-      row.warp = -1;
+      row.warp = -1, row.token = 0;
       for (int w = 0, left = dropped; w < WARPS; w++) {  // the first stretch that reaches the target, or the last
         const int out = min(left, row.ties[w]);
         left -= out;
@@ -234,10 +174,10 @@ __global__ void __launch_bounds__(THREADS, 1)
         sum += __shfl_sync(ALL_LANES, up_to, 31);
         met += __popc(equal);
       }
-      if (lane == 0) row.digit = found;
+      if (lane == 0) row.token = found;
     }
     __syncthreads();
-    chosen = row.digit;
+    chosen = row.token;
   }
   if (none || !(top > -infinity())) chosen = 0;
   if (tid >= 32) return;

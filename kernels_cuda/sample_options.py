@@ -9,6 +9,7 @@ Letters: B batch, Z vocabulary, N end-of-sequence tokens.
 from __future__ import annotations
 
 import ctypes
+
 import torch
 from torch import Tensor
 

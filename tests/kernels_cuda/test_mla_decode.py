@@ -185,7 +185,7 @@ def test_bad_input_is_refused_before_a_launch():
         ([q, cache[:, :-1], kv_b], {}),
     ]
     for args, change in wrong:
-        with host_ops() as launches, pytest.raises((ShapeError, TypeError, RuntimeError)) as error:
+        with host_ops() as launches, pytest.raises((ShapeError, TypeError)) as error:
             OP(*args, **{**options, **change})
         assert launches == []
         messages.append(str(error.value))
