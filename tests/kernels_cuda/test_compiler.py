@@ -23,7 +23,7 @@ INSTANCES = (
     ("latent_heads.cu", "queries_in<bf16, 8, 1>"),
     ("latent_heads.cu", "values_out<bf16, 8, 8>"),
     ("mla_decode.cu", "mla_decode<bf16, 8, 2, 5>"),
-    ("mla_decode.cu", "mla_decode<float, 4, 1, 5>"),
+    ("mla_decode.cu", "mla_decode<fp16, 8, 1, 5>"),
     ("sample_advance.cu", "sample_advance<bf16, 8>"),
     ("sample_options.cu", "sample_options<bf16, 512>"),
 )
@@ -50,9 +50,9 @@ add_rms_norm<float, 4, 4, 256>                       72   72   78   74   74    3
 queries_in<bf16, 8, 1>                              106  106   95  100   96  4096 B
 values_out<bf16, 8, 8>                              149  151  152  147  145     0 B
 mla_decode<bf16, 8, 2, 5>                           248  249  248  248  247     0 B
-mla_decode<float, 4, 1, 5>                          214  218  238  217  217     0 B
+mla_decode<fp16, 8, 1, 5>                           167  167  164  153  153     0 B
 sample_advance<bf16, 8>                              48   48   47   47   46    97 B
-sample_options<bf16, 512>                            86   90   84  105  112  17000 B""",
+sample_options<bf16, 512>                           100  104  100  106  112  17008 B""",
     )
 
 
