@@ -55,8 +55,9 @@ def check(args: list[torch.Tensor], options: dict[str, Any], **host: Any) -> tor
     found, usual = run(args, options, **host), absorbed_core(*args, **options)
     right = absorbed_core(*(x.double() for x in args), **options)
     assert (found.shape, found.dtype) == (usual.shape, usual.dtype)
-    floor = 8 * torch.finfo(found.dtype).eps * (1e-1 if found.dtype == torch.float32 else 0.25)
-    assert (found - right).abs().max() <= 1.5 * (usual - right).abs().max() + floor * right.abs().max()
+    # Half precision rounds the result alone, so nothing else may be seen; fp32 rounds every step, in another order.
+    floor = 1e-6 * right.abs().max() if found.dtype == torch.float32 else 0.0
+    assert (found - right).abs().max() <= 1.5 * (usual - right).abs().max() + floor
     return found
 
 
