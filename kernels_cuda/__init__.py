@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import add_rms_norm, decode_attention, gdn_decode, gemv, qkv_rope_cache
+from . import (
+    add_rms_norm,
+    decode_attention,
+    gdn_decode,
+    gemv,
+    mla_decode,
+    qkv_rope_cache,
+    sample_advance,
+    sample_options,
+)
 from .compiler import ARCHITECTURES, CompileError, Cubin, compile_kernel, missing
 from .launch import Launch
 from .ops import OPS, Op
@@ -26,6 +35,7 @@ __all__ = [
     "Serves",
     "compile_kernel",
     "missing",
+    "sample_options",
 ]
 
 
@@ -51,4 +61,6 @@ KERNELS = (
     Serves("gdn_decode", "gdn_step", gdn_decode.gdn_step, gdn_decode.supports, gdn_decode.STATES),
     Serves("decode_attention", "decode_attention", decode_attention.decode_attention, decode_attention.supports),
     Serves("qkv_rope_cache", "qkv_rope_cache", qkv_rope_cache.fused_qkv_rope_cache, qkv_rope_cache.supports),
+    Serves("mla_decode", "absorbed_core", mla_decode.absorbed_core, mla_decode.supports),
+    Serves("sample_advance", "sample_advance", sample_advance.sample_advance, sample_advance.supports),
 )

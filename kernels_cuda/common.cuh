@@ -48,6 +48,8 @@ template <> __device__ __forceinline__ float narrow<float>(float x) { return x; 
 template <> __device__ __forceinline__ bf16 narrow<bf16>(float x) { return __float2bfloat16_rn(x); }
 template <> __device__ __forceinline__ fp16 narrow<fp16>(float x) { return __float2half_rn(x); }
 
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
 // x as T would hold it.
 template <class T> __device__ __forceinline__ float rounded(float x) { return wide(narrow<T>(x)); }
 

@@ -19,7 +19,7 @@ from ..functional.shapes import ShapeError, check_shapes
 from .device import counters
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
+from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, dtype_rule
 
 __all__ = ["decode_attention", "supports"]
 
@@ -75,6 +75,7 @@ def _outputs(
     gate: Tensor | None,
     **options: Any,
 ) -> Tensor:
+    check_dtype("decode_attention", q=q, k=k, v=v, sinks=sinks, gate=gate)
     sizes = check_shapes(
         "decode_attention",
         q=(q, "B S H E"),

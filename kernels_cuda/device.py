@@ -30,6 +30,8 @@ def execute(launch: Launch) -> None:
             is_cooperative=launch.cooperative,
             programmatic_stream_serialization=launch.programmatic and torch.cuda.is_current_stream_capturing(),
         )
+        if launch.shared_bytes > _USUAL_SHARED_BYTES:
+            _allow(launch.source, launch.name, device.index, launch.shared_bytes)
         args = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in launch.args]
         enqueue(
             Stream.from_handle(stream.cuda_stream), config, _kernel(launch.source, launch.name, device.index), *args
@@ -44,6 +46,21 @@ def _kernel(source: str, name: str, device: int) -> Any:
     cubin = compile_kernel(source, name, f"sm_{major}{minor}")
     Device(device).set_current()
     return ObjectCode.from_cubin(cubin.code, name=name).get_kernel(cubin.symbol)
+
+
+# Of a block; more must be asked for.
+_USUAL_SHARED_BYTES = 48 << 10
+
+
+@functools.cache
+def _allow(source: str, name: str, device: int, shared_bytes: int) -> None:
+    from cuda.bindings import driver
+
+    wanted = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    kernel = _kernel(source, name, device).handle
+    (result,) = driver.cuKernelSetAttribute(wanted, shared_bytes, kernel, driver.CUdevice(device))
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name}: the device gives no block {shared_bytes} bytes of shared memory ({result.name})")
 
 
 # More than any launch of blocks that share a result has of results.

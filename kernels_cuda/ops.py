@@ -8,9 +8,11 @@ thread.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,7 +123,11 @@ def _on_gpu(launch: Launch) -> None:
     execute(launch)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+# torch names no arguments by keyword where an op has none.
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Mapping[str, Any] = _NONE) -> None:
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
     ctx.there = [isinstance(x, Tensor) for x in inputs]
     ctx.rest = [None if isinstance(x, Tensor) else x for x in inputs]
@@ -136,14 +142,19 @@ def _backward(op: Op) -> Callable[..., Any]:
         inputs = [next(saved) if there else rest for there, rest in zip(ctx.there, ctx.rest, strict=True)]
         wanted = [i for i, there in enumerate(ctx.there) if there and ctx.needs_input_grad[i]]
 
+        numbers: list[bool] = []  # of the results, which have a gradient: integers have none
+
         def plain(*some: Tensor) -> Any:
             given = list(inputs)
             for i, x in zip(wanted, some, strict=True):
                 given[i] = x
-            return op.reference(*given, **ctx.options)
+            out = op.reference(*given, **ctx.options)
+            out = out if isinstance(out, tuple) else (out,)
+            numbers[:] = [x.is_floating_point() for x in out]
+            return tuple(itertools.compress(out, numbers))
 
         vjp: Callable[..., Any] = torch.func.vjp(plain, *(inputs[i] for i in wanted))[1]
-        found = vjp(grads[0] if len(grads) == 1 else tuple(grads))
+        found = vjp(tuple(itertools.compress(grads, numbers)))
         out: list[Tensor | None] = [None] * len(inputs)
         for i, grad in zip(wanted, found, strict=True):
             out[i] = grad
@@ -163,7 +174,7 @@ def _differentiable(op: Op, opaque: Callable[..., Any]) -> Any:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            _keep(ctx, inputs[:-1], inputs[-1], output)
+            _keep(ctx, inputs[:-1], output, inputs[-1])
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -22,7 +22,7 @@ from ..functional.primitive import primitive
 from ..functional.shapes import ShapeError, check_shapes
 from .launch import Launch
 from .ops import Op, composite, define
-from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, dtype_rule
+from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, check_dtype, dtype_rule
 
 __all__ = ["fused_qkv_rope_cache", "qkv_rope_cache", "supports"]
 
@@ -83,6 +83,8 @@ def _outputs(
     given = {"cos": (cos, "B? S Q"), "sin": (sin, "B? S Q"), "q_norm": (q_norm, "E"), "k_norm": (k_norm, "E")}
     caches = {"k_cache": (k_cache, "B T K E"), "v_cache": (v_cache, "B T K V"), "slots": (slots, "N")}
     heads = {"q": (q, "B S H E"), "k": (k, "B S K E"), "v": (v, "B S K V"), "positions": (positions, "B S")}
+    numbers = {name: x for name, (x, _) in (heads | given | caches).items() if name not in ("positions", "slots")}
+    check_dtype("qkv_rope_cache", **numbers)
     sizes = check_shapes("qkv_rope_cache", **heads, **given, **caches)
     for one, other, names in ((cos, sin, "cos and sin"), (q_norm, k_norm, "q_norm and k_norm")):
         if (one is None) != (other is None):

@@ -327,7 +327,7 @@ class Program:
                 f"generate(num_return_sequences={num_return_sequences}): the most likely tokens are always the same\n"
                 "    fix: do_sample=True"
             )
-        sizes: Any = {"batch": self.sizes.batch, "vocab_size": vocab, "device": self.device}
+        sizes: Any = {"batch": self.sizes.batch, "vocab_size": vocab, "device": self.device, "arch": self.target.arch}
         choose = Chooser(read.rows, **sizes, max_new_tokens=max_new_tokens, **options)
         with self._alone():
             begin = now(self.device)

@@ -18,6 +18,7 @@ from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
 from ..functional.mla import is_absorbed
+from ..kernels_cuda import sample_options
 from . import dynamo
 from .graph import Graph, LeafPaths, live_nodes, results_of, shape_text
 from .join import args_of
@@ -136,13 +137,15 @@ class Plan:
         )
         decode = self.phases["decode"]
         how = "" if self.compiled else " eager"
+        logits = torch.empty(1, 1, dtype=self.target.dtype, device="meta")
+        choice = "eagerly" if sample_options.supports(logits, self.target.arch) else "by one kernel"
         lines = [
             f"program {self.model}   {self.target}{how}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)}, {whose}",
             f"  cache    {size_text(self.cache)}, {self.cache_text}, "
             + ("written in place" if self.compiled else "copied whole by each call"),
             *([f"  dropout  {self.dropout}, which inference leaves out"] if self.dropout else []),
-            "  choice   the most likely token, at the end of a step; with sampling options after it, eagerly",
+            f"  choice   the most likely token, at the end of a step; with sampling options after it, {choice}",
         ]
         for phase in self.phases.values():
             lines += ["", f"{phase.name}   {phase.header}", *(f"  {note}" for note in phase.notes)]

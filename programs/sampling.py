@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..functional import tree
 from ..functional.sampling import Controls, fold_seed, sample, uniform
+from ..kernels_cuda import sample_options
 from .steps import State
 
 __all__ = [
@@ -138,7 +139,8 @@ class Chooser:
     """How one call of `generate` chooses its tokens. Where the options ask for nothing else, the most likely ones that
     a step ends with stay, and nothing is computed.
 
-    rows: the prompts. options: those of `read_controls`. seeds: of the rows, None where none is drawn.
+    rows: the prompts. options: those of `read_controls`. seeds: of the rows, None where none is drawn. arch: of a GPU
+    that logits are on, where one kernel does it all.
     Not compiled: that takes 20 s, and saves a fifth at most, see examples/benchmarks/sampling.py.
     """
 
@@ -150,6 +152,7 @@ class Chooser:
         vocab_size: int,
         max_new_tokens: int,
         device: torch.device,
+        arch: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> None:
         controls, seeds = read_controls(rows=len(rows), batch=batch, vocab_size=vocab_size, device="cpu", **options)
@@ -173,6 +176,7 @@ class Chooser:
             "most": max(drawn) if limited else 0,
         }
         self._controls, self._counts = controls, prompt_counts(rows, batch, vocab_size, "cpu")
+        self._arch = arch
         # What every row draws by, at every position to come: at once, since it is a hundred small operations.
         lengths = torch.tensor([*map(len, rows), *[0] * (batch - len(rows))], device="cpu")
         positions = lengths[:, None] + torch.arange(max_new_tokens, device="cpu")
@@ -185,10 +189,14 @@ class Chooser:
             return state
         after = torch.where(fed >= 0, fed + 1, -1)
         self._controls = tree.map(lambda t: t.to(fed.device), self._controls)  # once; later it is there
-        self._uniform, counts = self._uniform.to(fed.device), self._counts.to(fed.device)
+        self._uniform, self._counts = self._uniform.to(fed.device), self._counts.to(fed.device)
+        if sample_options.supports(state.logits, self._arch) is None:
+            counts = self._counts if self._shortcuts["penalizes"] else None
+            token, logprob, position = sample_options.sample(state.logits, after, counts, self._controls, eos_token_id)
+            return dataclasses.replace(state, token=token, logprob=logprob, position=position)
         u, self._taken = self._uniform[:, self._taken], self._taken + 1
         token, logprob, position, self._counts = sample(
-            state.logits, after, counts, self._controls, eos_token_id, u=u, **self._shortcuts
+            state.logits, after, self._counts, self._controls, eos_token_id, u=u, **self._shortcuts
         )
         return dataclasses.replace(state, token=token, logprob=logprob, position=position)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,12 @@ INSTANCES = (
     ("decode_attention.cu", "decode_attention<float, 4, 8, 32, 2, 32, 2>"),
     ("qkv_rope_cache.cu", "qkv_rope_cache<bf16, 2, NO_NORM>"),
     ("qkv_rope_cache.cu", "qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>"),
+    ("latent_heads.cu", "queries_in<bf16, 8, 1>"),
+    ("latent_heads.cu", "values_out<bf16, 8, 8>"),
+    ("mla_decode.cu", "mla_decode<bf16, 8, 2, 5>"),
+    ("mla_decode.cu", "mla_decode<fp16, 8, 1, 5>"),
+    ("sample_advance.cu", "sample_advance<bf16, 8>"),
+    ("sample_options.cu", "sample_options<bf16, 512>"),
 )
 
 
@@ -40,17 +47,23 @@ def test_every_architecture_and_what_a_kernel_takes():
         "\n".join([f"{'':50} {' '.join(a[3:].rjust(4) for a in ARCHITECTURES)}", *lines]),
         """\
                                                      80   89   90  100  120
-gemv<bf16, 8, 1, 2, RMS>                             96   96   96   96   96    57 B
-gemv<bf16, 8, 1, 2, NO_NORM>                         90   88   85   90   90    41 B
-gemv<fp16, 8, 4, 4, RMS_ZERO_CENTERED_IN_FP32>      128  125  126  121  126   385 B
-gemv<float, 4, 8, 4, NO_NORM>                       124   94   94  121  106   641 B
-add_rms_norm<bf16, 8, 2, 256>                        64   64   95   89   89    32 B
-add_rms_norm<float, 4, 4, 256>                       72   72   78   74   74    32 B
+gemv<bf16, 8, 1, 2, RMS>                             85   86   90  113  114    57 B
+gemv<bf16, 8, 1, 2, NO_NORM>                         64   64   64   80   80    41 B
+gemv<fp16, 8, 4, 4, RMS_ZERO_CENTERED_IN_FP32>      110  110  112  127  128   385 B
+gemv<float, 4, 8, 4, NO_NORM>                       119  119  119  156  156   641 B
+add_rms_norm<bf16, 8, 2, 256>                        64   64   95   79   79    32 B
+add_rms_norm<float, 4, 4, 256>                       72   72   72   78   82    32 B
 decode_attention<bf16, 8, 4, 8, 1, 8, 1>            176  174  214  217  214  4272 B
 decode_attention<bf16, 8, 8, 32, 1, 32, 1>          244  248  255  255  255  8528 B
 decode_attention<float, 4, 8, 32, 2, 32, 2>         224  226  225  237  237  8528 B
 qkv_rope_cache<bf16, 2, NO_NORM>                     48   48   44   40   46  1024 B
-qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>   47   48   45   45   56  4096 B""",
+qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>   47   48   45   45   56  4096 B
+queries_in<bf16, 8, 1>                              106  106   95  100   96  4096 B
+values_out<bf16, 8, 8>                              149  151  152  147  145     0 B
+mla_decode<bf16, 8, 2, 5>                           248  249  248  248  247     0 B
+mla_decode<fp16, 8, 1, 5>                           167  167  164  153  153     0 B
+sample_advance<bf16, 8>                              48   48   47   47   46    97 B
+sample_options<bf16, 512>                           100  104  100  106  112  17008 B""",
     )
 
 
@@ -68,6 +81,17 @@ def test_every_instance(dtype):
         for kept, threads in ((1, 128), (1, 256), (2, 256), (4, 256)):
             name = f"add_rms_norm<{dtype}, {vector}, {kept}, {threads}>"
             assert all(compile_kernel("add_rms_norm.cu", name, arch).spilled_bytes == 0 for arch in ARCHITECTURES)
+        for room in (1, 2, 4, 8):
+            for kernel in ("queries_in", "values_out"):
+                made = compile_kernel("latent_heads.cu", f"{kernel}<{dtype}, {vector}, {room}>", "sm_90")
+                assert made.spilled_bytes == 0
+        for tiles, steps in itertools.product((1,) if dtype == "float" else (1, 2), range(1, 6)):
+            made = compile_kernel("mla_decode.cu", f"mla_decode<{dtype}, {vector}, {tiles}, {steps}>", "sm_90")
+            assert made.spilled_bytes == 0
+        assert compile_kernel("sample_advance.cu", f"sample_advance<{dtype}, {vector}>", "sm_90").spilled_bytes == 0
+    for threads in (128, 512):
+        made = [compile_kernel("sample_options.cu", f"sample_options<{dtype}, {threads}>", a) for a in ARCHITECTURES]
+        assert [m.spilled_bytes for m in made] == [0] * len(made)
 
 
 NAME = "add_rms_norm<float, 1, 1, 128>"
