@@ -207,3 +207,12 @@ def test_a_step_of_training():
     wanted = torch.autograd.grad(total / count, F.tree.leaves(params))
     for grads in sh.Threads(sh.Mesh(dp=2, u=2)).run(body):
         torch.testing.assert_close(F.tree.leaves(grads), list(wanted), rtol=1e-12, atol=1e-12)
+
+
+def test_kernels_of_a_gpu(capsys):
+    exec(snippet('device="cuda", arch="sm_90"'), {})
+    out = capsys.readouterr().out
+    shown = re.search(r"```\n(decode   B=1 S=1.*?)```", README, re.DOTALL)
+    assert shown is not None
+    missing = [line for line in shown[1].splitlines() if line.strip() != "..." and line not in out.splitlines()]
+    assert missing == []
