@@ -74,7 +74,8 @@ def _launches(
     positions: Tensor,
     counts: Tensor | None,
     eos_token_id: Tensor,
-    **controls: Tensor,
+    *controls: Tensor,
+    **named: Tensor,
 ) -> list[Launch]:
     batch, vocabulary = logits.shape
     threads = _FEW if vocabulary <= _SMALL else _MANY
@@ -87,7 +88,16 @@ def _launches(
         block=(threads, 1, 1),
         args=(
             *(logits, long(logits.stride(0)), positions, long(positions.stride(0))),
-            *(counts, *controls.values(), eos_token_id, scores, *out, integer(vocabulary), integer(len(eos_token_id))),
+            *(
+                counts,
+                *controls,
+                *named.values(),
+                eos_token_id,
+                scores,
+                *out,
+                integer(vocabulary),
+                integer(len(eos_token_id)),
+            ),
         ),
         programmatic=True,
     )
