@@ -14,6 +14,7 @@ moves to where the sum stands, so nothing is joined whose arguments are written 
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -126,7 +127,9 @@ def _add_norm(add: fx.Node, taken: Taken) -> bool:
         normed = add.graph.call_function(operator.getitem, (new, 0))
         total = add.graph.call_function(operator.getitem, (new, 1))
     normed.meta["example_value"] = total.meta["example_value"] = value_of(add)
-    normed.name, total.name = "normed", add.name
+    names = {node.name for node in add.graph.nodes}
+    normed.name = next(name for i in itertools.count() if (name := f"normed_{i}" if i else "normed") not in names)
+    total.name = add.name
     add.replace_all_uses_with(total)
     if plain:
         user.replace_all_uses_with(normed)

@@ -163,7 +163,7 @@ decode_attention(v=...): T is 20 in k but 19 in v
     v: B T K V = 2 19 2 16
                    ^^
     so far: B=2 S=1 H=4 E=16 T=20 K=2
-decode_attention_split(k=...): it is torch.bfloat16, and q torch.float32
+decode_attention(k=...): it is torch.bfloat16, and q torch.float32
     fix: k.to(q.dtype)""",
     )
 

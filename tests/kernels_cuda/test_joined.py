@@ -153,3 +153,18 @@ def test_a_users_kernel_of_the_product_is_asked_first():
         called = [node.target for node in graph.nodes if node.op == "call_function"]
         names = {operator.add: "add", operator.getitem: "getitem"}
         assert [names.get(target, str(target)) for target in called] == right
+
+
+def test_two_norms_of_one_graph_have_names_of_their_own():
+    def block(x, y, a, b):
+        s = x + y
+        n = F.normalize(s, a)
+        t = s + n
+        return F.normalize(t, b) + t
+
+    given = [torch.empty(64, 1, 32, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    given += [torch.empty(32, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    module = dynamo.capture(block, *given)
+    lower(module, Target("cuda", torch.bfloat16, "sm_90"), CUDA_KERNELS)
+    module.graph.lint()
+    assert sum(node.name.startswith("normed") for node in module.graph.nodes) == 2
