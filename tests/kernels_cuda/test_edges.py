@@ -58,7 +58,7 @@ def test_what_the_kernels_do_not_take_is_refused_before_a_launch():
     x, w, row = randn(3, D), randn(D, D), randn(D)
     calls = [
         lambda: OPS.linear_add(randn(9, D), w, randn(9, D)),
-        lambda: OPS.norm_linear(x, None, [w] * 5, [None] * 5),
+        lambda: OPS.norm_linear(x, None, [w] * 7, [None] * 7),
         lambda: OPS.norm_linear(x, row, [], []),
         lambda: OPS.linear_add(randn(D, 3).T, w, x),
         lambda: OPS.norm_linear(x, row[:1].expand(D), [w], [None]),
@@ -76,8 +76,8 @@ def test_what_the_kernels_do_not_take_is_refused_before_a_launch():
         """\
 gemv(x=...): it has 9 tokens, and the kernel takes at most 8
     fix: x.split(8), or the plain function
-gemv(weights=...): it takes 1 to 4 weights, not 5
-gemv(weights=...): it takes 1 to 4 weights, not 0
+gemv(weights=...): it takes 1 to 6 weights, not 7
+gemv(weights=...): it takes 1 to 6 weights, not 0
 gemv(x=...): numbers of a row lie 3 apart, not side by side
     fix: x.contiguous()
 gemv(norm_weight=...): numbers of a row lie 0 apart, not side by side
@@ -95,7 +95,7 @@ def test_what_a_plan_says_of_them():
     changes = [
         {},
         {"weights": [], "biases": []},
-        {"weights": [w] * 5, "biases": [None] * 5},
+        {"weights": [w] * 7, "biases": [None] * 7},
         {"norm_weight": row[:1].expand(D)},
         {"biases": [randn(2 * D)[::2]]},
         {"x": w.T},
@@ -105,7 +105,7 @@ def test_what_a_plan_says_of_them():
         """\
 None
 no weights
-5 weights, at most 4
+7 weights, at most 6
 norm_weight with gaps
 biases with gaps
 x by columns""",
