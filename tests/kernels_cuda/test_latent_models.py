@@ -25,6 +25,7 @@ def test_a_decode_step_of_deepseek_v3(tmp_path):
         """\
   B=1 S=1 T<=4096
   layers[0..60] latent attention absorbed: at most 587.2 M products, 4.5 MiB a layer (expanded: 68.9 B products, 644.5 MiB)
+  launches: 3 layers of 6 kernels and 9 nodes of the compiler, 58 layers of 7 kernels and 30 nodes of the compiler, 2 kernels and 26 nodes of the compiler beside them; 426 kernels a step
   before the layers
     x                       embedding       1 1 7168     reads      14.0 KiB  compiler
   layers[0..2] x3, each reads <= 1.1 GiB and writes 1.1 KiB

@@ -158,7 +158,7 @@ qkv_rope_cache(v_cache=...): T is 6 in k_cache but 5 in v_cache
 qkv_rope_cache: q_norm and k_norm are needed together
     fix: pass both, or neither
 qkv_rope_cache(cos=...): R is 18, more than E=16 in q
-qkv_rope_write(q_norm=...): it is torch.float16, and q torch.float32
+qkv_rope_cache(q_norm=...): it is torch.float16, and q torch.float32
     fix: q_norm.to(q.dtype)""",
     )
 

@@ -27,7 +27,7 @@ def test_smollm2():
         decode(programs.load("smollm2-135m", abstract=True)),
         """\
 decode   B=1 S=1 T<=1024
-  launches: 30 layers of 6 kernels, 1 kernel and 16 nodes of the compiler beside them; 181 kernels a step
+  launches: 30 layers of 6 kernels, 2 kernels and 15 nodes of the compiler beside them; 182 kernels a step
   before the layers
     x                       embedding         1 1 576   reads       1.1 KiB  compiler
   layers[0..29] x30, each reads <= 7.5 MiB and writes 768 B
@@ -39,7 +39,7 @@ decode   B=1 S=1 T<=1024
     x_BSD                   linear_add        1 1 576   reads       1.7 MiB  gemv
   after the layers
     logits_Z                norm_linear       1 49152   reads      54.0 MiB  gemv
-    token logprob position  sample_advance    1                              compiler (no cuda kernel)
+    token logprob position  sample_advance    1                              sample_advance
 
 a decode step reads 256.6 MiB of weights and at most 22.5 MiB of cache, and writes 22.5 KiB
 bound: 3.42 steps a second for each GB/s of memory bandwidth, cache full; 3.72, cache empty""",
@@ -52,7 +52,7 @@ def test_llama_3_2_1b(tmp_path):
         decode(model, batch=4, max_len=4096),
         """\
 decode   B=4 S=1 T<=4096
-  launches: 16 layers of 6 kernels, 1 kernel and 26 nodes of the compiler beside them; 97 kernels a step
+  launches: 16 layers of 6 kernels, 2 kernels and 25 nodes of the compiler beside them; 98 kernels a step
   before the layers
     x                       embedding         4 1 2048   reads      16.0 KiB  compiler
   layers[0..15] x16, each reads <= 148.0 MiB and writes 8.0 KiB
@@ -64,7 +64,7 @@ decode   B=4 S=1 T<=4096
     x_BSD                   linear_add        4 1 2048   reads      32.0 MiB  gemv
   after the layers
     logits_Z                norm_linear       4 128256   reads     501.0 MiB  gemv
-    token logprob position  sample_advance    4                               compiler (no cuda kernel)
+    token logprob position  sample_advance    4                               sample_advance
 
 a decode step reads 2.3 GiB of weights and at most 512.0 MiB of cache, and writes 128.0 KiB
 bound: 0.332 steps a second for each GB/s of memory bandwidth, cache full; 0.405, cache empty""",
@@ -82,7 +82,7 @@ def test_launches_of_other_families(tmp_path):
         "\n".join(found),
         """\
 Qwen/Qwen3-0.6B
-28 layers of 6 kernels, 1 kernel and 16 nodes of the compiler beside them; 169 kernels a step
+28 layers of 6 kernels, 2 kernels and 15 nodes of the compiler beside them; 170 kernels a step
 google/gemma-2-2b
-26 layers of 6 kernels and 4 nodes of the compiler, 1 kernel and 21 nodes of the compiler beside them; 157 kernels a step""",
+26 layers of 6 kernels and 4 nodes of the compiler, 2 kernels and 20 nodes of the compiler beside them; 158 kernels a step""",
     )
