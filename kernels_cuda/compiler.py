@@ -20,12 +20,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .headers import wheel_headers
+
 __all__ = ["ARCHITECTURES", "CompileError", "Cubin", "compile_kernel", "missing"]
 
 HERE = Path(__file__).parent
 # What the kernels are compiled for in the tests; any later one is compiled at its first use.
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
-_OPTIONS = {"std": "c++17", "ptxas_options": "-v"}
+# By default a generic lambda is the host's to NVRTC before 13.3.
+_OPTIONS: dict[str, Any] = {"std": "c++17", "ptxas_options": "-v", "device_as_default_execution_space": True}
 
 
 class CompileError(RuntimeError):
@@ -84,7 +87,10 @@ def _build(source: str, name: str, arch: str) -> Cubin:
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    include = {"include_path": str(HERE), "use_bundled_headers": True}
+    # From 13.3 on NVRTC has the toolkit's headers in itself; torch brings an older one along.
+    bundled = tuple(map(int, _version().split("."))) >= (13, 3)
+    folders = [HERE] if bundled else [HERE, *wheel_headers()]
+    include = {"include_path": tuple(map(str, folders)), "use_bundled_headers": bundled}
     options = ProgramOptions(arch=arch, name=source, **_OPTIONS, **include)
     try:
         built = Program((HERE / source).read_text(), "c++", options).compile(

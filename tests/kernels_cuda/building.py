@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import functools
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -18,7 +17,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["SANITIZERS", "SIMT", "BuildError", "Builder", "cuda_headers"]
+from meshfn.kernels_cuda.headers import wheel_headers
+
+__all__ = ["SANITIZERS", "SIMT", "BuildError", "Builder"]
 
 SIMT = Path(__file__).parent / "simt"
 RUNTIME = ("scheduler.cpp", "collectives.cpp", "faults.cpp", "hooks.cpp")  # and process.cpp, under a sanitizer
@@ -53,24 +54,6 @@ SANITIZERS: dict[str | None, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 
 class BuildError(RuntimeError):
     """What the compiler or the linker said."""
-
-
-@functools.cache
-def cuda_headers() -> tuple[Path, ...]:
-    """Where the CUDA toolkit's headers lie, as the wheels bring them: no toolkit is installed.
-
-    Raises `BuildError` where one is missing.
-    """
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
-    folders = [folder for root in roots for folder in sorted(Path(root).glob("*/include"))]
-    found = []
-    for header, wheel in (("cuda_bf16.h", "runtime"), ("crt/host_defines.h", "crt"), ("nv/target", "cccl")):
-        there = [folder for folder in folders if (folder / header).exists()]
-        if not there:
-            raise BuildError(f"no {header} among the installed wheels\n    fix: pip install nvidia-cuda-{wheel}")
-        found.append(there[0])
-    return tuple(dict.fromkeys(found))
 
 
 class Builder:
@@ -169,12 +152,12 @@ def _compiler() -> str:
     if path is None:
         raise BuildError("no g++ on this machine\n    fix: install g++ 12 or newer")
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    headers = [(folder / name) for folder in cuda_headers() for name in ("cuda_bf16.hpp", "cuda_fp16.hpp")]
+    headers = [(folder / name) for folder in wheel_headers() for name in ("cuda_bf16.hpp", "cuda_fp16.hpp")]
     return version + "".join(hashlib.sha256(h.read_bytes()).hexdigest() for h in headers if h.exists())
 
 
 def _includes() -> tuple[str, ...]:
-    return tuple(part for folder in cuda_headers() for part in ("-isystem", str(folder)))
+    return tuple(part for folder in wheel_headers() for part in ("-isystem", str(folder)))
 
 
 def _run(*command: str, folder: Path) -> None:
