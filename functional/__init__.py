@@ -4,6 +4,7 @@ from . import shapes, tree, wire
 from .absorbed import absorbed_attention
 from .attention import Attention, AttentionConfig, attention
 from .cache import GDNCache, KVCache, LatentCache, cache_update, empty_caches, latent_cache_update
+from .choice import best_token, drawn_token, token_logprob
 from .conv import causal_conv
 from .core import decode_attention, dot_product_attention
 from .decoder import (
@@ -77,6 +78,7 @@ __all__ = [
     "attention",
     "backbone",
     "balance_loss",
+    "best_token",
     "cache_update",
     "causal_conv",
     "cross_entropy",
@@ -84,6 +86,7 @@ __all__ = [
     "decoder",
     "dot_product_attention",
     "draw",
+    "drawn_token",
     "empty_caches",
     "expert_counts",
     "expert_mlp",
@@ -125,6 +128,7 @@ __all__ = [
     "sample",
     "sample_advance",
     "shapes",
+    "token_logprob",
     "tree",
     "uniform",
     "warp",
