@@ -41,7 +41,7 @@ from .norm import (
     rms_norm,
 )
 from .rope import RopeConfig, apply_rope, rope_tables
-from .sampling import Controls, draw, greedy, penalize, sample, sample_advance, uniform, warp
+from .sampling import Controls, advance, draw, greedy, penalize, sample, sample_advance, uniform, warp
 from .shapes import ShapeError
 from .tree import TreeError
 
@@ -74,6 +74,7 @@ __all__ = [
     "TreeError",
     "absorbed_attention",
     "add_norm",
+    "advance",
     "apply_rope",
     "attention",
     "backbone",

@@ -66,14 +66,14 @@ def drawn_token(
     """The choice of `sample` where a rank has `rows` of the vocabulary: logits `B Z`, counts `B Z`, u `B` -> token `B`,
     logprob `B`, the model's own, the same on every rank.
 
-    k: no top_k of a row that draws is above it; so the best k of each rank, and nothing else, may be drawn. A rank
+    k: no top_k of a row that draws is above it, or no rank has more tokens; so the best k of each rank may be drawn. It
     sends their scores, indices and logits, 3 k + 1 numbers. Of more than k tokens of a rank that are equal, the k
     lowest stay. penalizes, nucleus: see `sample`, `warp`.
     """
     check_shapes("drawn_token", logits=(logits, "B Z"), counts=(counts, "B Z"), u=(u, "B"))
     full = wide(logits)
     scores = penalize(logits, counts, controls) if penalizes else full
-    order_BJ = scores.sort(-1, descending=True, stable=True).indices[:, :k]
+    order_BJ = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     parts = (scores.gather(-1, order_BJ), order_BJ + rows.start, full.gather(-1, order_BJ))
     # Every rank sends as much; of one that has fewer tokens than k, what is left is never drawn.
     room = (0, k - order_BJ.shape[1])
@@ -82,11 +82,11 @@ def drawn_token(
     sent = torch.cat((*columns, full.logsumexp(-1, keepdim=True)), -1)
     (found_PBN,) = wire.pass_(shares=sent[None, :, None]).unbind(2)
     scores_BJ, index_BJ, logits_BJ = (x.movedim(0, 1).flatten(1) for x in found_PBN[..., :-1].split(k, -1))
-    index_BJ, order = index_BJ.sort(-1)  # in the order of the vocabulary, in which one is drawn
+    index_BJ, order = index_BJ.sort(dim=-1)  # in the order of the vocabulary, in which one is drawn
     scores_BJ, logits_BJ = scores_BJ.gather(-1, order), logits_BJ.gather(-1, order)
     total = found_PBN[..., -1].logsumexp(0)
     place = lowest_of_the_largest(scores_BJ)
-    warped = warp(scores_BJ, controls, nucleus=nucleus, most=min(k, scores_BJ.shape[1]))
+    warped = warp(scores_BJ, controls, nucleus=nucleus)
     place = torch.where(controls.do_sample, draw(warped, u), place)[:, None]
     token, picked = index_BJ.gather(-1, place)[:, 0].long(), logits_BJ.gather(-1, place)[:, 0]
     there = total.isfinite()
