@@ -53,7 +53,7 @@ class RankPlan:
             f"  layout   {self.layout}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank",
             f"  cache    {size_text(self.cache)} on this rank, {self.cache_text}",
-            "  compile  none: ranks may be threads, and the compiler is not safe among those",
+            "  runs     eagerly",
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
         for name, events in self.phases.items():

@@ -36,8 +36,8 @@ __all__ = ["RankProgram"]
 
 
 class RankProgram(Program):
-    """A rank's own. It runs eagerly: the ranks of a simulation are threads, which Dynamo would trace at once, and a
-    step takes its layout's exchanges as they come. params: its shards; set to others, or to a whole model's."""
+    """A rank's own, which runs eagerly: ranks may be threads, and Dynamo is not safe among these. params: its shards;
+    may be set to others, or to a whole model's."""
 
     def __init__(
         self, model: Model, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, mesh: Mesh, layout: Layout

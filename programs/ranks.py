@@ -242,8 +242,8 @@ def _with_heads_for(cfg: F.DecoderConfig, ranks: int) -> F.DecoderConfig:
 
 
 def _by_query_head(text: str) -> str:
-    """`((K/tp G) E)` as `(H/tp E)`, and `(K/tp E)` as `(K@H/tp E)`."""
-    return text.replace("(K/tp G)", "H/tp").replace("K/tp", "K@H/tp")
+    """`(K/tp G E)` as `(H/tp E)`, and `(K/tp E)` as `(K@H/tp E)`."""
+    return text.replace("(K/tp G)", "H/tp").replace("K/tp G", "H/tp").replace("K/tp", "K@H/tp")
 
 
 def _digest(value: Any) -> int:
