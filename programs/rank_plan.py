@@ -28,7 +28,7 @@ __all__ = ["RankPlan", "make_rank_plan"]
 @dataclass(frozen=True)
 class RankPlan:
     """print(plan) is its text. weights, cache: bytes of this rank. phases: what a call of each sends, as a trace has
-    it, by name."""
+    it, by name; none where experts are dealt out, of which only the router says who sends what."""
 
     model: str
     mesh: str
@@ -56,6 +56,9 @@ class RankPlan:
             "  runs     eagerly",
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
+        lines += (
+            [] if self.phases else ["  sends    what the choice of experts says, step by step; sharding.trace has it"]
+        )
         for name, events in self.phases.items():
             found: dict[tuple[str, ...], list[int]] = {}
             for e in events:
@@ -93,7 +96,7 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype)
     caches = dry.caches(sizes, dtype)
     steps = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
     part, phases = dry.vocabulary, {}
-    for name in ("prefill", "decode"):
+    for name in ("prefill", "decode") if not ranks.deals else ():
         trace.clear()
         _, *rest = own.idle(name, model.config, dtype, meta)
         state = State.empty(own.batch, part.stop - part.start, dtype, meta)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +214,27 @@ ulysses("u", tp="tp", dp="dp"): K=3 key/value heads over tp=4, which splits them
     B/dp S/u (K/tp G) E
     mesh: tp=4 dp=1 (not in the mesh) u=1 (not in the mesh)     fix: tp=3""",
     )
+
+
+def test_a_plan_of_experts_that_are_dealt_out_leaves_out_what_only_the_router_knows():
+    layout, axes, parts = CASES[6]
+    for text in sh.Threads(sh.Mesh(**axes)).run(lambda at: str(build(made(parts), layout, at))):
+        assert text.endswith("what the choice of experts says, step by step; sharding.trace has it")
+
+
+def test_the_readme():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "layout=sh.ulysses(tp=" in c)
+    of = made(CASES[0][2])
+    want = programs.build(of, batch=4, max_len=64, compile=False).generate(PROMPTS, max_new_tokens=8).tokens
+
+    def body(at):
+        code_of_rank = code.replace("sh.ProcessGroup(device_mesh).mesh", "at")
+        names = {"sh": sh, "programs": programs, "model": of, "prompts": PROMPTS, "at": at}
+        exec(code_of_rank, names)
+        return names["found"].tokens
+
+    assert sh.Threads(sh.Mesh(dp=2, tp=2)).run(body) == [want] * 4
 
 
 def test_the_plan_says_who_has_what():
