@@ -70,11 +70,11 @@ class RankPlan:
             table = [
                 (kind, f"over {axes}", what, f"x{n}", size_text(s)) for (kind, axes, what), (n, s, _) in found.items()
             ]
-            widths = [max(len(row[i]) for row in table) for i in range(5)] if table else []
-            for row in table:
+            widths = [max(len(line[i]) for line in table) for i in range(5)] if table else []
+            for line in table:
                 cells = [
                     cell.rjust(w) if i > 2 else cell.ljust(w)
-                    for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+                    for i, (cell, w) in enumerate(zip(line, widths, strict=True))
                 ]
                 lines.append("  " + "  ".join(cells))
         return "\n".join(lines)

@@ -119,7 +119,10 @@ def test_weights_are_read_where_they_lie():
             for leaf in F.tree.leaves(of.params):
                 leaf.mul_(1.5)
         sh.reshard(torch.zeros(1), "P/tp -> P", at, P=2)
-        return before, program.generate(PROMPTS, max_new_tokens=6).tokens
+        after = program.generate(PROMPTS, max_new_tokens=6).tokens
+        program.params = F.tree.map(lambda p: p / 1.5, of.params)  # of the whole model
+        assert program.generate(PROMPTS, max_new_tokens=6).tokens == before
+        return before, after
 
     for before, after in sh.Threads(sh.Mesh(tp=2)).run(body):
         assert after == programs.build(of, compile=False, **SIZES).generate(PROMPTS, max_new_tokens=6).tokens
