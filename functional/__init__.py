@@ -4,6 +4,7 @@ from . import shapes, tree, wire
 from .absorbed import absorbed_attention
 from .attention import Attention, AttentionConfig, attention
 from .cache import GDNCache, KVCache, LatentCache, cache_update, empty_caches, latent_cache_update
+from .choice import best_token, drawn_token, token_logprob
 from .conv import causal_conv
 from .core import decode_attention, dot_product_attention
 from .decoder import (
@@ -40,7 +41,7 @@ from .norm import (
     rms_norm,
 )
 from .rope import RopeConfig, apply_rope, rope_tables
-from .sampling import Controls, draw, greedy, penalize, sample, sample_advance, uniform, warp
+from .sampling import Controls, advance, draw, greedy, penalize, sample, sample_advance, uniform, warp
 from .shapes import ShapeError
 from .tree import TreeError
 
@@ -73,10 +74,12 @@ __all__ = [
     "TreeError",
     "absorbed_attention",
     "add_norm",
+    "advance",
     "apply_rope",
     "attention",
     "backbone",
     "balance_loss",
+    "best_token",
     "cache_update",
     "causal_conv",
     "cross_entropy",
@@ -84,6 +87,7 @@ __all__ = [
     "decoder",
     "dot_product_attention",
     "draw",
+    "drawn_token",
     "empty_caches",
     "expert_counts",
     "expert_mlp",
@@ -125,6 +129,7 @@ __all__ = [
     "sample",
     "sample_advance",
     "shapes",
+    "token_logprob",
     "tree",
     "uniform",
     "warp",

@@ -17,7 +17,19 @@ from .primitive import primitive
 from .shapes import check_shapes
 from .tree import Tree, dim, pytree
 
-__all__ = ["Controls", "draw", "fold_seed", "greedy", "penalize", "sample", "sample_advance", "uniform", "warp"]
+__all__ = [
+    "Controls",
+    "advance",
+    "draw",
+    "fold_seed",
+    "greedy",
+    "lowest_of_the_largest",
+    "penalize",
+    "sample",
+    "sample_advance",
+    "uniform",
+    "warp",
+]
 
 Word = TypeVar("Word", int, Tensor)
 
@@ -71,7 +83,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     but -inf) gives token 0 and a NaN.
     """
     wide = _wide(logits)
-    token = _lowest_of_the_largest(logits)
+    token = lowest_of_the_largest(logits)
     logprob = wide.gather(-1, token[..., None])[..., 0] - wide.logsumexp(-1)
     return torch.where(logprob.isnan(), 0, token), logprob
 
@@ -85,7 +97,7 @@ def sample_advance(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> t
     token, or one with a log-probability of NaN (see `greedy`).
     """
     token, logprob = greedy(logits)
-    return token, logprob, _advance(token, logprob, positions, eos_token_id)
+    return token, logprob, advance(token, logprob, positions, eos_token_id)
 
 
 def sample(
@@ -113,7 +125,7 @@ def sample(
     """
     check_shapes("sample", logits=(logits, "B Z"), positions=(positions, "B"), **_rows(controls, "do_sample", "seed"))
     scores = penalize(logits, counts, controls) if penalizes else _wide(logits)
-    token = _lowest_of_the_largest(scores)
+    token = lowest_of_the_largest(scores)
     if draws:
         warped = warp(scores, controls, nucleus=nucleus, most=most)
         u = uniform(controls.seed, positions) if u is None else u
@@ -126,7 +138,7 @@ def sample(
     if penalizes:
         active = (positions >= 0).to(counts.dtype)
         counts = counts.scatter_add(-1, token[:, None], active[:, None])
-    return token, logprob, _advance(token, logprob, positions, eos_token_id), counts
+    return token, logprob, advance(token, logprob, positions, eos_token_id), counts
 
 
 def penalize(logits: Tensor, counts: Tensor, controls: Controls) -> Tensor:
@@ -227,12 +239,13 @@ def _product(x: Word, by: int) -> tuple[Word, Word]:
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _MASK
 
 
-def _advance(token: Tensor, logprob: Tensor, positions: Tensor, eos_token_id: Tensor) -> Tensor:
+def advance(token: Tensor, logprob: Tensor, positions: Tensor, eos_token_id: Tensor) -> Tensor:
+    """positions `B` of the tokens to come, -1 where a row ends with its token, as `sample_advance` says."""
     ends = (token[:, None] == eos_token_id).any(-1) | logprob.isnan()
     return torch.where(ends, -1, positions)
 
 
-def _lowest_of_the_largest(scores: Tensor) -> Tensor:
+def lowest_of_the_largest(scores: Tensor) -> Tensor:
     """The lowest index at which the maximum stands, which argmax leaves open; 0 where it is a NaN."""
     scores = _as_stored(scores)
     top = scores.amax(-1, keepdim=True)

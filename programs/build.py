@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ..sharding import Layout, Mesh
 from . import dynamo
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model, check_model
 from .program import Program
+from .rank_program import RankProgram
+from .ranks import Ranks, check_mesh, check_ranks
 from .report import Plan, make_plan
 from .sizes import Sizes, Target
 
@@ -32,6 +36,8 @@ def build(
     strict: bool = False,
     compile: bool = True,
     kernels: Sequence[Kernel] = (),
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
 ) -> Program:
     """Trace, lower and compile prefill and decode of a model, which then never compile again.
 
@@ -41,8 +47,14 @@ def build(
     its first use).
     compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning.
     kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
+    mesh, layout: of a rank among several, its own mesh and how the model lies; every rank makes this call, and gets its
+    part, see `RankProgram`. batch is of all ranks. model: the whole one, of which a rank reads its shards where they
+    lie, or one whose params are this rank's (`load_shards`). It runs eagerly.
     """
     check_model("build", model)
+    if mesh is not None or layout is not None:
+        given = {"strict": strict, "kernels": tuple(kernels)}
+        return _build_rank(model, mesh, layout, Sizes(batch=batch, max_len=max_len, chunk=chunk), dtype, device, given)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
         raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
@@ -91,6 +103,41 @@ def plan(
     target = Target(place.type, dtype or model.dtype, arch)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     return make_plan(model, target, sizes, with_table(target, kernels), compiled=True)
+
+
+def _build_rank(
+    model: Model,
+    mesh: Mesh | None,
+    layout: Layout | None,
+    sizes: Sizes,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    given: dict[str, Any],
+) -> RankProgram:
+    """`build` of one rank among several."""
+    if mesh is None or layout is None:
+        missing = "mesh" if mesh is None else "layout"
+        raise ValueError(f"build({missing}=...): mesh and layout go together\n    fix: both, or neither for one rank")
+    check_mesh(mesh, layout)
+    ranks = Ranks(model.config, mesh, layout, _device(device, model.device))
+    kind = dtype or model.dtype
+    try:
+        if idle := [name for name, value in given.items() if value]:
+            raise ValueError(f"build({idle[0]}=...): programs over ranks are not compiled\n    fix: without {idle[0]}")
+        if model.device.type == "meta":
+            raise ValueError(
+                "build: the model has no weights, it was loaded with abstract=True\n    fix: load it without"
+            )
+        _check_place(ranks.device, kind)
+        check_ranks(model.config, mesh, layout, sizes.batch)
+    except Exception:
+        ranks.agree("build", None)
+        raise
+    ranks.agree("build", {"model.config": model.config, "batch, max_len or chunk": sizes, "dtype": kind,
+                          "layout": layout.chains, "mesh": mesh.axes})  # fmt: skip
+    program = RankProgram(model, sizes, ranks.device, kind, mesh=mesh, layout=layout)
+    program.warm_up()
+    return program
 
 
 def _device(device: torch.device | str | None, default: torch.device) -> torch.device:

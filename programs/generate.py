@@ -88,11 +88,13 @@ def run_decode(
     ends: Sequence[int],
     texts: StopStrings,
     streamer: Streamer | None,
+    anywhere: Callable[[bool], bool],
 ) -> tuple[Tensor, Tensor, int]:
     """Decode until every row has ended or has its tokens -> tokens and log-probabilities `B n`, steps executed.
 
     step: (state, steps done, the tokens of each) -> state. rows: the prompts. ends: tokens that end a row, texts: text
-    that does. With a streamer each step waits for its token anyway, so the end is seen at once.
+    that does. With a streamer each step waits for its token anyway, so the end is seen at once. anywhere: whether
+    some row goes on on any rank, of whether one does here.
     """
     tokens, logprobs = [state.token], [state.logprob]
     every = CHECK_EVERY if streamer is None else 1
@@ -107,7 +109,7 @@ def run_decode(
                 stopped |= {i for i, row in enumerate(rows) if i not in stopped and texts.ends(row, new[i], seen)}
                 seen = len(tokens)
                 live = live & torch.tensor([i not in stopped for i in range(len(rows))], device=live.device)
-            if not bool(live.any()):
+            if not anywhere(bool(live.any())):
                 break
         state = step(state, steps, tokens)
         steps += 1

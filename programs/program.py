@@ -7,74 +7,28 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .. import functional as F
-from ..functional.shapes import check_positive
-from . import dynamo
+from ..functional.cache import Cache
+from .asked import Asked, read_asked
 from .generate import Generation, Streamer, Timings, assemble, now, run_decode
-from .graph import Graph, LeafPaths
+from .graph import LeafPaths
 from .kernel import Kernel
-from .lower import lower, with_table
+from .lower import with_table
 from .model import Model
-from .prompts import Prompts, cut, end_tokens, read_prompts, repeated
+from .phase import Phase
+from .prompts import Prompts, cut, end_tokens, read_prompts
 from .report import Plan, make_plan
-from .sampling import Chooser, SamplingOptions, StopStrings, check_options
+from .sampling import Chooser, SamplingOptions
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target, arch_of
 from .steps import State, make_steps, packed
 from .weights import Weights
 
-__all__ = ["Phase", "Program"]
-
-# What `generate` takes beside the options of sampling.
-_ARGUMENTS = (
-    *("prompts", "input_ids", "attention_mask", "max_new_tokens", "eos_token_id", "pad_token_id"),
-    *("stop_strings", "num_return_sequences", "return_logprobs", "streamer"),
-)
-
-
-class Phase:
-    """One function of a program. Calling it runs the phase; see `Program.prefill`, `Program.decode`.
-
-    compiles: how often its graph was compiled.
-    """
-
-    def __init__(self, name: str, step: Callable[..., Any], program: Program, call: Callable[..., Any]) -> None:
-        self.name = name
-        self.compiles = 0
-        self.__doc__ = call.__doc__
-        self._program, self._call = program, call
-        self._module: fx.GraphModule | None = None
-        self.step = dynamo.compile_with(step, self._compile) if program.compiled else step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.compiles += 1
-        left = lower(module, self._program.target, self._program.kernels)
-        if self._program.strict and left:
-            raise ValueError(f"build(strict=True): no kernel in {self.name} for\n    " + "\n    ".join(left))
-        planned = self._program.planned_left(self.name)
-        if planned is not None and left != planned:
-            text = "\n    ".join(sorted(set(left) ^ set(planned)))
-            raise RuntimeError(f"{self.name}: other kernels than planned\n    {text}")
-        self._module = module
-        return dynamo.inductor(module, inputs)
-
-    def __repr__(self) -> str:
-        return f"{self.name}, compiled {self.compiles} times\n{self.graph}"
-
-    @property
-    def graph(self) -> Graph:
-        """The Dynamo-level graph as it was compiled, kernels in place; without compiling, as planned."""
-        if self._module is None:
-            return self._program.plan.phases[self.name].graph
-        return Graph(self.name, self._module, self._program.leaf_paths)
+__all__ = ["Program"]
 
 
 class Program:
@@ -95,13 +49,14 @@ class Program:
         compiled: bool,
     ) -> None:
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
+        self.batch = sizes.batch  # rows of all ranks
         self.device, self.dtype = device, dtype
         self.target = Target(device.type, dtype, arch_of(device))
         self.kernels = with_table(self.target, kernels) if compiled else ()
         # Tracing a plan takes seconds. A build that is strict or has kernels of its own is held to it, others by tests.
         self._held_to_plan = bool(kernels) or strict
         self.build_seconds = 0.0
-        self._weights = Weights(model.params, model.config, device, dtype)
+        self._weights = Weights(model.params, device, dtype)
         self._reads: dict[int, tuple[Tensor, ...]] = {}
         # Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing.
         ropes = [each.attention.rope for each in model.config.layers]
@@ -115,15 +70,21 @@ class Program:
         self._session = 0
         self._busy = threading.Lock()
         with self._alone():
-            self.cache = sizes.caches(model.config, dtype, device)
+            self.cache = self._caches()
             self._slots = torch.arange(sizes.slots, device=device)
         self._buffers = packed(model.params, self.cache)[1]
         self._plan: Plan | None = None
-        steps = make_steps(model.config)
+        steps = self._steps()
         self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
         self.decode = Phase("decode", steps["decode"], self, self._decode)
         self._score = Phase("score", steps["score"], self, self.score)
         self.leaf_paths = LeafPaths.of(model.params, self.cache)
+
+    def _caches(self) -> tuple[Cache, ...]:
+        return self.sizes.caches(self.model.config, self.dtype, self.device)
+
+    def _steps(self) -> dict[str, Callable[..., Any]]:
+        return make_steps(self.model.config)
 
     @property
     def plan(self) -> Plan:
@@ -205,7 +166,7 @@ class Program:
             attention_mask=attention_mask,
             tokenizer=self.model.tokenizer,
             vocab_size=self.model.config.vocab_size,
-            batch=self.sizes.batch,
+            batch=self.batch,
             max_len=self.sizes.max_len,
             max_new_tokens=max_new_tokens,
             pad_token_id=self._filler(pad_token_id, ends),
@@ -216,9 +177,11 @@ class Program:
         """The token that fills a rectangle: the call's, the model's, or one that ends rows."""
         return next((p for p in (pad_token_id, self.model.pad_token_id, *(ends or ())) if p is not None), 0)
 
-    def _chunks(self, rows: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+    def _chunks(
+        self, rows: list[list[int]], most: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
         """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
-        for tokens, positions, last in cut(rows, self.sizes.batch, self.sizes.chunk):
+        for tokens, positions, last in cut(rows, self.sizes.batch, self.sizes.chunk, most):
             wanted = max(map(max, positions)) + 1
             t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
             yield t, p, ends, self._read(wanted)
@@ -236,10 +199,13 @@ class Program:
         self._session += 1
         return State.empty(self.sizes.batch, self.model.config.vocab_size, self.dtype, self.device)
 
-    def _run_prefill(self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor) -> State:
-        """The state with the rows that are not empty read into the cache, and their first new token."""
+    def _run_prefill(
+        self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
+    ) -> State:
+        """The state with the rows that are not empty read into the cache, and their first new token. most: tokens of
+        the longest row on any rank."""
         length = self._lengths(rows)
-        for tokens, positions, last, read in self._chunks(rows):
+        for tokens, positions, last, read in self._chunks(rows, most):
             state = self.prefill.step(*inputs, state, tokens, positions, last, length, eos, read)
         return state
 
@@ -305,59 +271,57 @@ class Program:
         and seed, as `read_controls` says, with transformers' defaults. They are tensors: none compiles anything.
         Raises `ValueError` and `TypeError`, naming the argument, before any work.
         """
-        if (prompts is None) == (input_ids is None):
-            raise ValueError("generate: pass prompts, or input_ids")
-        check_positive("generate", max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
-        check_options(options, _ARGUMENTS)
-        if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
-            kind = "a class" if isinstance(streamer, type) else type(streamer).__name__
-            raise TypeError(f"generate(streamer=...): an object with put and end is needed, not {kind}")
-        vocab = self.model.config.vocab_size
-        if pad_token_id is not None and (not isinstance(pad_token_id, Integral) or not 0 <= pad_token_id < vocab):
-            raise ValueError(f"generate(pad_token_id={pad_token_id!r}): a token id below {vocab} is needed")
-        ends = self.model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
-        texts = StopStrings(stop_strings, self.model.tokenizer)
-        given = input_ids if prompts is None else prompts
-        read = self._prompts(given, attention_mask, max_new_tokens, pad_token_id, ends)
-        read = repeated(read, num_return_sequences, self.sizes.batch)
-        if streamer is not None and len(read.rows) > 1:
-            raise ValueError(f"generate(streamer=...): one row at a time, not {len(read.rows)}")
-        if num_return_sequences > 1 and not options.get("do_sample"):
-            raise ValueError(
-                f"generate(num_return_sequences={num_return_sequences}): the most likely tokens are always the same\n"
-                "    fix: do_sample=True"
-            )
-        sizes: Any = {"batch": self.sizes.batch, "vocab_size": vocab, "device": self.device, "arch": self.target.arch}
-        choose = Chooser(read.rows, **sizes, max_new_tokens=max_new_tokens, **options)
+        asked = self._asked(
+            prompts=prompts,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            stop_strings=stop_strings,
+            num_return_sequences=num_return_sequences,
+            return_logprobs=return_logprobs,
+            streamer=streamer,
+            options=options,
+        )
+        read, choose = asked.read, self._chooser(asked)
+        rows, most = self._own(read.rows), max(map(len, read.rows))
         with self._alone():
             begin = now(self.device)
-            eos = self._eos(ends)
+            eos = self._eos(asked.ends)
             inputs = self._inputs()
 
             def step(state: State, taken: int, tokens: list[Tensor]) -> State:
-                longest = max(map(len, read.rows)) + taken + 1
-                new = self.decode.step(*inputs, state, eos, self._read(longest))
-                again = self._turned(read.rows, state, taken, tokens)
+                new = self.decode.step(*inputs, state, eos, self._read(most + taken + 1))
+                again = self._turned(rows, state, taken, tokens)
                 if any(again):
                     new = self._run_prefill(inputs, new, again, eos)
                 return choose(new, state.position, eos)
 
             if streamer is not None:
                 streamer.put(read.input_ids)
-            state = self._run_prefill(inputs, self._start(), read.rows, eos)
-            state = choose(state, self._lengths(read.rows) - 1, eos)
+            state = self._run_prefill(inputs, self._start(), rows, eos, most)
+            state = choose(state, self._lengths(rows) - 1, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
-                step, state, read.rows, max_new_tokens=max_new_tokens, ends=ends, texts=texts, streamer=streamer
+                step,
+                state,
+                rows,
+                max_new_tokens=max_new_tokens,
+                ends=asked.ends,
+                texts=asked.texts,
+                streamer=streamer,
+                anywhere=self._anywhere,
             )
+            tokens, logprobs = self._of_all(tokens, len(read.rows)), self._of_all(logprobs, len(read.rows))
             end = now(self.device)
         return assemble(
             read,
             tokens,
             logprobs,
-            texts=texts,
-            eos_token_id=ends,
-            pad_token_id=self._filler(pad_token_id, ends),
+            texts=asked.texts,
+            eos_token_id=asked.ends,
+            pad_token_id=self._filler(pad_token_id, asked.ends),
             return_logprobs=return_logprobs,
             seeds=choose.seeds,
             tokenizer=self.model.tokenizer,
@@ -371,6 +335,34 @@ class Program:
                 kept=kept,
             ),
         )
+
+    # What a rank among several does otherwise: it has some of the rows.
+
+    def _asked(self, **given: Any) -> Asked:
+        return read_asked(self.model, self.batch, self._prompts, **given)
+
+    def _chooser(self, asked: Asked) -> Chooser:
+        return Chooser(
+            asked.read.rows,
+            batch=self.sizes.batch,
+            vocab_size=self.model.config.vocab_size,
+            max_new_tokens=asked.max_new_tokens,
+            device=self.device,
+            arch=self.target.arch,
+            **asked.options,
+        )
+
+    def _own(self, rows: list[list[int]]) -> list[list[int]]:
+        """The rows that are computed here."""
+        return rows
+
+    def _anywhere(self, live: bool) -> bool:
+        """Whether some row still goes on, here or on another rank."""
+        return live
+
+    def _of_all(self, x: Tensor, rows: int) -> Tensor:
+        """x of the rows here -> of all `rows`."""
+        return x
 
     def _turned(self, rows: list[list[int]], state: State, taken: int, tokens: list[Tensor]) -> list[list[int]]:
         """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty."""

@@ -88,11 +88,13 @@ def repeated(prompts: Prompts, times: int, batch: int) -> Prompts:
     )
 
 
-def cut(rows: list[list[int]], batch: int, chunk: int) -> Iterator[tuple[list[list[int]], list[list[int]], list[int]]]:
-    """Rows in chunks, for each: tokens and positions, `batch` rows of `chunk`, padded with 0 and -1, and where in the
-    chunk a row ends, -1 where it does not."""
+def cut(
+    rows: list[list[int]], batch: int, chunk: int, most: int = 0
+) -> Iterator[tuple[list[list[int]], list[list[int]], list[int]]]:
+    """Rows in chunks, as many as the longest row or `most` tokens take, for each: tokens and positions, `batch` rows of
+    `chunk`, padded with 0 and -1, and where in the chunk a row ends, -1 where it does not."""
     rows = rows + [[]] * (batch - len(rows))
-    for start in range(0, max(map(len, rows)), chunk):
+    for start in range(0, max(most, *map(len, rows)), chunk):
         parts = [row[start : start + chunk] for row in rows]
         tokens = [part + [0] * (chunk - len(part)) for part in parts]
         positions = [[*range(start, start + len(part)), *[-1] * (chunk - len(part))] for part in parts]

@@ -166,13 +166,13 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         weights=sum(bytes_of(leaf) for leaf in tree.leaves(params)),
         converted=sum(bytes_of(abstract[path]) for path in moved),
         cache=sum(bytes_of(leaf) for cache in caches for leaf in tree.leaves(cache)),
-        cache_text=_cache_text(caches),
+        cache_text=cache_text(caches),
         dropout=_dropout_text(model.config),
         phases=phases,
     )
 
 
-def _cache_text(caches: Sequence[Cache]) -> str:
+def cache_text(caches: Sequence[Cache]) -> str:
     """Equal caches folded: `30 x k 1 1025 3 64, v 1 1025 3 64`."""
     kinds: dict[str, int] = {}
     for cache in caches:

@@ -25,6 +25,7 @@ __all__ = [
     "check_options",
     "prompt_counts",
     "read_controls",
+    "row_seeds",
 ]
 
 # What a decoder puts in place of bytes that are no text, or not yet.
@@ -107,7 +108,7 @@ def read_controls(
         "top_k": min(_top_k(top_k) or vocab_size, vocab_size),
         "do_sample": do_sample,
     }
-    seeds = _seeds(seed, rows)
+    seeds = row_seeds(seed, rows)
     if not do_sample:
         if seed is not None:
             raise ValueError(f"generate(seed={seed!r}): no token is drawn\n    fix: do_sample=True, or leave it out")
@@ -195,10 +196,13 @@ class Chooser:
             token, logprob, position = sample_options.sample(state.logits, after, counts, self._controls, eos_token_id)
             return dataclasses.replace(state, token=token, logprob=logprob, position=position)
         u, self._taken = self._uniform[:, self._taken], self._taken + 1
-        token, logprob, position, self._counts = sample(
-            state.logits, after, self._counts, self._controls, eos_token_id, u=u, **self._shortcuts
-        )
+        token, logprob, position, self._counts = self._chosen(state.logits, after, self._counts, eos_token_id, u)
         return dataclasses.replace(state, token=token, logprob=logprob, position=position)
+
+    def _chosen(
+        self, logits: Tensor, after: Tensor, counts: Tensor, eos_token_id: Tensor, u: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return sample(logits, after, counts, self._controls, eos_token_id, u=u, **self._shortcuts)
 
 
 class StopStrings:
@@ -301,7 +305,8 @@ def _top_k(value: Any) -> int:
     return int(value)
 
 
-def _seeds(value: Any, rows: int) -> list[int]:
+def row_seeds(value: Any, rows: int) -> list[int]:
+    """The seed of each row: see `read_controls`."""
     if value is None:
         value = secrets.randbits(63)
     if hasattr(value, "tolist"):

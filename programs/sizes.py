@@ -14,7 +14,7 @@ from ..functional.shapes import check_positive
 from . import dynamo
 from .steps import State, windows
 
-__all__ = ["Sizes", "Target", "arch_of"]
+__all__ = ["Sizes", "Target", "arch_of", "by_channel"]
 
 # The cache is read in steps of this many slots, so that few different sizes occur.
 READ_STEP = 32
@@ -81,7 +81,7 @@ class Sizes:
         kinds = [each.attention for each in cfg.layers]
         slots = [self.slots_of(each.window) for each in kinds]
         caches = F.empty_caches(kinds, self.batch, slots, dtype=dtype, device=device)
-        return tuple(_by_channel(each) if isinstance(each, F.GDNCache) else each for each in caches)
+        return tuple(by_channel(each) if isinstance(each, F.GDNCache) else each for each in caches)
 
     def idle(self, phase: str, cfg: F.DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ...]:
         """The arguments of a phase after parameters and cache, with no active row: computing them changes nothing."""
@@ -96,5 +96,5 @@ class Sizes:
         }[phase]
 
 
-def _by_channel(cache: F.GDNCache) -> F.GDNCache:
+def by_channel(cache: F.GDNCache) -> F.GDNCache:
     return replace(cache, **{name: getattr(cache, name).mT.contiguous().mT for name in ("q", "k", "v")})

@@ -12,8 +12,9 @@ Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slot
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ..functional.cache import Cache
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
-__all__ = ["State", "make_steps", "packed", "windows"]
+__all__ = ["Seam", "State", "make_steps", "packed", "windows"]
 
 Leaves = tuple[Tensor, ...]
 
@@ -116,13 +117,28 @@ def _strides_key(*tensors: Tensor) -> int:
     return key
 
 
-def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
+class Seam(NamedTuple):
+    """How the steps of a rank among several reach the others; without one, a rank is alone.
+
+    layer: from a core to what computes a layer and writes its cache. backbone: `F.backbone`, of packed parameters and
+    caches, behind a layout. choose: `F.sample_advance` of the logits that a rank has. logprob: of targets `B C`, by
+    logits `B C Z`."""
+
+    layer: Callable[..., Any]
+    backbone: Callable[..., Any]
+    choose: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    logprob: Callable[..., Tensor]
+
+
+def make_steps(cfg: F.DecoderConfig, seam: Seam | None = None) -> dict[str, Callable[..., Any]]:
     """The functions `prefill`, `decode` and `score` of a config, by name; they take `packed` parameters and caches."""
     kinds = {kind: kind for kind in cfg.layers}
     # Equal layer configs become one object, so that a layer finds its region by identity while it is traced.
     cfg = dataclasses.replace(cfg, layers=tuple(kinds[each] for each in cfg.layers))
     many, few = F.dot_product_attention, F.decode_attention
-    layers = {core: donating_layer(cfg, core) for core in (many, few)}
+    if seam is None:
+        seam = Seam(functools.partial(donating_layer, cfg), F.backbone, F.sample_advance, F.token_logprob)
+    layers = {core: seam.layer(core) for core in (many, few)}
     which = [windows(cfg).index(each.attention.window) for each in cfg.layers]
     by_length = any(each.attention.rope is not None and each.attention.rope.by_length for each in cfg.layers)
 
@@ -135,7 +151,7 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         read: Leaves,
         core: Callable[..., Tensor],
     ) -> Tensor:
-        x, _ = F.backbone(
+        x, _ = seam.backbone(
             params,
             tokens,
             cfg,
@@ -165,7 +181,7 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         x = run(params, cache, tokens, positions, length, read, many)
         at = last.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])
         logits = F.logits(params, x.gather(1, at)[:, 0], cfg)
-        token, logprob, position = F.sample_advance(logits, positions.amax(-1) + 1, eos_token_id)
+        token, logprob, position = seam.choose(logits, positions.amax(-1) + 1, eos_token_id)
         return _where(last >= 0, State(token=token, logprob=logprob, position=position, logits=logits), state)
 
     def decode(params: F.Decoder, cache: Any, state: State, eos_token_id: Tensor, read: Leaves) -> State:
@@ -174,7 +190,7 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
         x = run(params, cache, tokens, positions, None, read, few)
         logits = F.logits(params, x[:, 0], cfg)
         after = torch.where(state.position >= 0, state.position + 1, -1)
-        token, logprob, position = F.sample_advance(logits, after, eos_token_id)
+        token, logprob, position = seam.choose(logits, after, eos_token_id)
         return State(token=token, logprob=logprob, position=position, logits=logits)
 
     def score(
@@ -188,9 +204,7 @@ def make_steps(cfg: F.DecoderConfig) -> dict[str, Callable[..., Any]]:
     ) -> Tensor:
         """-> the log-probability of `targets` `B C`, each the token after the one at its place."""
         x = run(params, cache, tokens, positions, length, read, many)
-        logits = F.logits(params, x, cfg)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return wide.gather(-1, targets[..., None])[..., 0] - wide.logsumexp(-1)
+        return seam.logprob(F.logits(params, x, cfg), targets)
 
     return {"prefill": prefill, "decode": decode, "score": score}
 

@@ -22,8 +22,9 @@ class Weights:
     date in place.
     """
 
-    def __init__(self, params: F.Decoder, cfg: F.DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._cfg, self._device = cfg, device
+    def __init__(self, params: F.Decoder, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._like = tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), params)
         self._read(params)
         fp32 = tree.fp32_paths(params)
         self._dtypes = {path: computed_dtype(leaf.dtype, dtype, path in fp32) for path, leaf in self._leaves.items()}
@@ -38,7 +39,7 @@ class Weights:
     def replace(self, new: F.Decoder) -> list[str]:
         """-> the paths of leaves that lie otherwise than those before, for which graphs are compiled again. Raises
         `TreeError` where a shape differs, `ValueError` where dtype or device do."""
-        tree.check(new, F.Decoder.abstract(self._cfg), what="program.params")
+        tree.check(new, self._like, what="program.params")
         leaves = tree.paths(new)
         strides = {path: leaf.stride() for path, leaf in leaves.items()}
         self._check(leaves, strides)

@@ -1,0 +1,266 @@
+"""Programs over ranks that are threads: tokens and log-probabilities of one rank in fp64, what is refused, the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn import programs
+from meshfn import sharding as sh
+
+from ..sharding.test_latent_models import HEADS, LATENT, MLP, MOE, model
+from ..sharding.test_recurrent_models import DELTA, KIMI, PLAIN
+
+UNEVEN = dataclasses.replace(HEADS, num_attention_heads=6, num_key_value_heads=3)
+RING = dataclasses.replace(HEADS, num_attention_heads=8, num_key_value_heads=4, window=6)
+FEW = dataclasses.replace(HEADS, num_attention_heads=8, num_key_value_heads=2, qkv_bias=True)
+dense = sh.ulysses(tp="tp", dp="dp")
+latent = sh.mla_latent(tp="tp", dp="dp")
+hybrid = sh.beside(dense, sh.gdn_ulysses(tp="tp", dp="dp"))
+kimi = sh.beside(latent, sh.gdn_ulysses(tp="tp", dp="dp"))
+CASES = [
+    (dense, {"tp": 2}, ((UNEVEN, MLP), (RING, MLP))),
+    (dense, {"tp": 4}, ((FEW, MLP), (RING, MLP))),  # two ranks read one key/value head
+    (dense, {"dp": 2, "tp": 2}, ((UNEVEN, MLP), (HEADS, MOE))),
+    (dense, {"dp": 3}, ((HEADS, MLP),)),
+    (latent, {"tp": 2}, ((LATENT, MLP), (LATENT, MOE))),
+    (latent, {"tp": 2, "dp": 2}, ((LATENT, MLP), (LATENT, MOE))),
+    (sh.spread(latent, experts="ep"), {"ep": 2, "tp": 2}, ((LATENT, MLP), (LATENT, MOE))),
+    (hybrid, {"tp": 2}, ((DELTA, MLP), (PLAIN, MOE))),
+    (hybrid, {"tp": 4}, ((DELTA, MLP), (PLAIN, MLP))),
+    (kimi, {"tp": 4}, ((KIMI, MLP), (LATENT, MOE))),
+]
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8], [20, 30, 11, 4]]
+OPTIONS = [
+    {},
+    {"eos_token_id": [3, 5, 7, 11]},
+    {"do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 1.3, "seed": 3, "repetition_penalty": 1.2},
+    {"do_sample": True, "top_k": 50, "min_p": 0.01, "seed": [4, 5, 6]},
+    {"frequency_penalty": 2.0},
+]
+SIZES = {"batch": 3, "max_len": 40, "chunk": 4}
+
+
+def made(parts):
+    cfg, params = model(*parts)
+    return programs.Model(name="tiny", config=cfg, params=F.tree.map(lambda p: p.detach(), params))
+
+
+def build(of, layout, at):
+    program = programs.build(of, mesh=at, layout=layout, **SIZES)
+    for cache in program.cache:
+        for leaf in F.tree.leaves(cache) if not isinstance(cache, F.GDNCache) else ():
+            leaf.fill_(torch.nan)  # a slot that was never written never matters
+    return program
+
+
+@pytest.mark.parametrize(("layout", "axes", "parts"), CASES, ids=[f"{case[0].name} {case[1]}" for case in CASES])
+def test_tokens_are_those_of_one_rank(layout, axes, parts):
+    of = made(parts)
+    one = programs.build(of, compile=False, **SIZES)
+
+    def body(at):
+        program = build(of, layout, at)
+        return [program.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **o) for o in OPTIONS]
+
+    found = sh.Threads(sh.Mesh(**axes)).run(body)
+    for i, options in enumerate(OPTIONS):
+        want = one.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **options)
+        for of_rank in found:
+            assert (of_rank[i].tokens, of_rank[i].seeds) == (want.tokens, want.seeds)
+            assert of_rank[i].finish_reason == want.finish_reason
+            for mine, theirs in zip(of_rank[i].logprobs, want.logprobs, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_end_at_different_lengths_on_different_ranks():
+    """A row that ends at once on one rank, while others go on past a check; scores of a rank's own rows."""
+    of = made(CASES[2][2])
+    one = programs.build(of, compile=False, **SIZES)
+    first = one.generate(PROMPTS, max_new_tokens=25).tokens
+    ends = {"max_new_tokens": 25, "eos_token_id": [first[2][0]]}
+    want, scores = one.generate(PROMPTS, **ends), one.score(PROMPTS)
+    assert min(want.lengths) == 1
+
+    def body(at):
+        program = build(of, dense, at)
+        return program.generate(PROMPTS, **ends), program.score(PROMPTS), program.ranks.own(3)
+
+    for found, of_rank, own in sh.Threads(sh.Mesh(dp=2, tp=2)).run(body):
+        assert found.tokens == want.tokens
+        torch.testing.assert_close(of_rank, scores[own], rtol=1e-9, atol=1e-9)
+
+
+def test_caches_are_of_the_ranks_own_shapes():
+    def shapes(at, parts, layout):
+        return [[tuple(leaf.shape) for leaf in F.tree.leaves(c)] for c in build(made(parts), layout, at).cache]
+
+    of = [
+        sh.Threads(sh.Mesh(**axes)).run(functools.partial(shapes, parts=parts, layout=layout))
+        for layout, axes, parts in (CASES[0], CASES[1])
+    ]
+    assert [x[0][0] for x in of[0]] == [(3, 65, 2, 4), (3, 65, 1, 4)]
+    assert [x[0][0] for x in of[1]] == [(3, 65, 1, 4)] * 4
+
+
+def test_weights_are_read_where_they_lie():
+    of = made(CASES[0][2])
+
+    def body(at):
+        program = build(of, dense, at)
+        before = program.generate(PROMPTS, max_new_tokens=6).tokens
+        if at.rank == 0:
+            for leaf in F.tree.leaves(of.params):
+                leaf.mul_(1.5)
+        sh.reshard(torch.zeros(1), "P/tp -> P", at, P=2)
+        after = program.generate(PROMPTS, max_new_tokens=6).tokens
+        program.params = F.tree.map(lambda p: p / 1.5, of.params)  # of the whole model
+        assert program.generate(PROMPTS, max_new_tokens=6).tokens == before
+        return before, after
+
+    for before, after in sh.Threads(sh.Mesh(tp=2)).run(body):
+        assert after == programs.build(of, compile=False, **SIZES).generate(PROMPTS, max_new_tokens=6).tokens
+        assert after != before
+
+
+@pytest.mark.parametrize("case", [0, 2, 5, 7], ids=str)
+def test_the_plan_is_what_a_trace_has(case):
+    layout, axes, parts = CASES[case]
+    of, record = made(parts), sh.trace(sh.Mesh(**axes))
+
+    def body(at):
+        program = build(of, layout, at.recording(record))
+        state = program.prefill([[1, 2, 3]] * 3)
+        first = len(record.of(at.rank))
+        program.decode(state)
+        return program.plan, record.of(at.rank)[first:]
+
+    for plan, events in sh.Threads(record.mesh).run(body):
+        found, planned = (
+            [(e.what, e.kind, e.axes, e.sent, e.received, e.call.title) for e in some]
+            for some in (events, plan.phases["decode"])
+        )
+        assert found == planned
+        assert found
+
+
+def said(layout, axes, call, parts=CASES[0][2]):
+    """What each rank says, without the notes of the executor."""
+
+    def body(at):
+        with pytest.raises((ValueError, TypeError)) as error:
+            call(made(parts), layout, at)
+        return str(error.value)
+
+    return sh.Threads(sh.Mesh(**axes)).run(body)
+
+
+def test_ranks_that_are_told_different_things():
+    def generate(of, layout, at):
+        build(of, layout, at).generate(PROMPTS[at.rank :], max_new_tokens=5 + at.rank)
+
+    def one_is_wrong(of, layout, at):
+        build(of, layout, at).generate([[99]] if at.rank else PROMPTS, max_new_tokens=5)
+
+    def sizes(of, layout, at):
+        programs.build(of, mesh=at, layout=layout, batch=3 + at.rank, max_len=20)
+
+    assert_expected_inline(
+        "\n".join(
+            dict.fromkeys(each for call in (generate, one_is_wrong, sizes) for each in said(dense, {"tp": 2}, call))
+        ),
+        """\
+generate: ranks were told different things
+    prompts: rank 1 was told otherwise than rank 0
+    max_new_tokens: rank 1 was told otherwise than rank 0
+    fix: the same arguments on every rank     mesh: tp=2
+generate: rank 1 refused what it was told, and says why; so nothing ran
+prompts[0][0]: token id 99 is outside the vocabulary of 31
+build: ranks were told different things
+    batch, max_len or chunk: rank 1 was told otherwise than rank 0
+    fix: the same arguments on every rank     mesh: tp=2""",
+    )
+
+
+def test_what_no_program_runs_over():
+    def undrawn(of, layout, at):
+        build(of, layout, at).generate(PROMPTS, max_new_tokens=5, do_sample=True, top_k=0)
+
+    def batch(of, layout, at):
+        programs.build(of, mesh=at, layout=layout, batch=1)
+
+    found = [
+        *said(sh.ulysses(tp="tp"), {"u": 2}, build),
+        *said(sh.spread(dense, parameters="dp"), {"dp": 2}, build),
+        *said(dense, {"dp": 2}, batch),
+        *said(dense, {"tp": 2}, undrawn),
+        *said(dense, {"tp": 4}, build),  # three key/value heads, which four ranks would need in parts
+    ]
+    assert_expected_inline(
+        "\n".join(dict.fromkeys(found)),
+        """\
+build(layout=...): ulysses("u", tp="tp") splits tokens over u=2, and a step of decode has one
+    fix: a mesh of tp, and dp for rows, without u
+build(layout=...): ulysses("u", tp="tp", dp="dp") spread(parameters="dp") keeps parameters in parts over dp, which every step would gather
+    fix: the layout without parameters=...
+build(batch=1): fewer rows than the 2 ranks of dp
+    fix: batch=2
+generate(top_k=0): without it any of 31 tokens may be drawn, and their logits lie on 2 ranks, which would have to send them all
+    fix: top_k=50
+ulysses("u", tp="tp", dp="dp"): K=3 key/value heads over tp=4, which splits them before
+    B/dp S/u (K/tp G) E
+    mesh: tp=4 dp=1 (not in the mesh) u=1 (not in the mesh)     fix: tp=3""",
+    )
+
+
+def test_a_plan_of_experts_that_are_dealt_out_leaves_out_what_only_the_router_knows():
+    layout, axes, parts = CASES[6]
+    for text in sh.Threads(sh.Mesh(**axes)).run(lambda at: str(build(made(parts), layout, at))):
+        assert text.endswith("what the choice of experts says, step by step; sharding.trace has it")
+
+
+def test_the_readme():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "layout=sh.ulysses(tp=" in c)
+    of = made(CASES[0][2])
+    want = programs.build(of, batch=4, max_len=64, compile=False).generate(PROMPTS, max_new_tokens=8).tokens
+
+    def body(at):
+        code_of_rank = code.replace("sh.ProcessGroup(device_mesh).mesh", "at")
+        names = {"sh": sh, "programs": programs, "model": of, "prompts": PROMPTS, "at": at}
+        exec(code_of_rank, names)
+        return names["found"].tokens
+
+    assert sh.Threads(sh.Mesh(dp=2, tp=2)).run(body) == [want] * 4
+
+
+def test_the_plan_says_who_has_what():
+    of = made(CASES[0][2])
+    plan = sh.Threads(sh.Mesh(dp=2, tp=2)).run(lambda at: str(build(of, dense, at)))[1]
+    assert_expected_inline(
+        plan,
+        """\
+program tiny   float64   batch 3   max_len 40   chunk 4
+  mesh     dp=2 tp=2, rank 1
+  layout   ulysses("u", tp="tp", dp="dp")
+  weights  1,316 parameters, 10.3 KiB on this rank
+  cache    9.9 KiB on this rank, 1 x (k 2 65 1 4, v 2 65 1 4); 1 x (k 2 7 2 4, v 2 7 2 4)
+  runs     eagerly
+  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more
+
+prefill   6 exchanges, sends 3.2 KiB, receives 3.2 KiB
+  all-reduce  over tp  embedded  x1    640 B
+  all-reduce  over tp  out       x4  2.5 KiB
+  all-gather  over tp  shares    x1     48 B
+
+decode   6 exchanges, sends 848 B, receives 848 B
+  all-reduce  over tp  embedded  x1  160 B
+  all-reduce  over tp  out       x4  640 B
+  all-gather  over tp  shares    x1   48 B""",
+    )
