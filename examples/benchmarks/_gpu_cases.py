@@ -1,17 +1,22 @@
 """What `gpu.py` measures: each kernel at the sizes of published models, with the bytes that it must move.
 
 A case is one call of an op over tensors of its own, so that a run can go through many copies of them, and none is read
-from a cache.
+from a cache. For another kernel, write a function that yields its cases and name it in `KERNELS`.
+
+Letters: B batch, T slots, W convolution width.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from meshfn import functional as F
+from meshfn.functional import recurrence
+from meshfn.kernels_cuda import qkv_rope_cache as written_by
 from torch import Tensor
 
 __all__ = ["KERNELS", "Case"]
@@ -20,7 +25,8 @@ __all__ = ["KERNELS", "Case"]
 @dataclass(frozen=True)
 class Case:
     """make: fresh arguments. op: what is timed. plain: the function it stands for, of the same arguments.
-    moved: bytes that it reads and writes at least."""
+    moved: bytes that it reads and writes at least. An op that writes in place is one that returns what it wrote too, so
+    that it is compared."""
 
     label: str
     make: Callable[[], tuple[Any, ...]]
@@ -29,11 +35,30 @@ class Case:
     moved: int
 
 
-# hidden size, features of the feed-forward block, heads, key/value heads, width of a head, vocabulary
+@dataclass(frozen=True)
+class Sizes:
+    """width: of the hidden state. features: of the feed-forward block. head: width of one. turned: how much of it is
+    rotary. gated: queries and keys are normalised, and a gate multiplies what attention returns. delta: of a gated
+    delta net its key heads, value heads, width of both and W; None without one."""
+
+    width: int
+    features: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocab: int
+    turned: int
+    gated: bool = False
+    delta: tuple[int, int, int, int] | None = None
+
+
 MODELS = {
-    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, 128256),
-    "Qwen3.5-4B": (2560, 9216, 16, 4, 256, 248320),
+    "Llama-3.2-1B": Sizes(2048, 8192, 32, 8, 64, 128256, turned=64),
+    "Qwen3.5-4B": Sizes(2560, 9216, 16, 4, 256, 248320, turned=64, gated=True, delta=(16, 32, 128, 4)),
 }
+BATCHES = (1, 8)
+# Slots of a cache, all of them written.
+CONTEXTS = (1024, 8192)
 
 
 def size_of(*tensors: Any) -> int:
@@ -47,8 +72,9 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
 def gemv() -> Iterator[Case]:
     ops = torch.ops.meshfn_cuda
     norm = {"eps": 1e-6}
-    for model, (width, features, heads, kv_heads, head, vocab) in MODELS.items():
-        for batch in (1, 8):
+    for model, m in MODELS.items():
+        width, features, heads, kv_heads, head, vocab = m.width, m.features, m.heads, m.kv_heads, m.head, m.vocab
+        for batch in BATCHES:
 
             def qkv(width=width, heads=heads, kv_heads=kv_heads, head=head, batch=batch):
                 rows = (heads * head, kv_heads * head, kv_heads * head)
@@ -109,10 +135,10 @@ def gemv() -> Iterator[Case]:
 
 def add_rms_norm() -> Iterator[Case]:
     ops = torch.ops.meshfn_cuda
-    for model, (width, *_) in MODELS.items():
+    for model, m in MODELS.items():
         for batch in (1, 64, 2048):
 
-            def make(width=width, batch=batch):
+            def make(width=m.width, batch=batch):
                 return randn(batch, 1, width), randn(batch, 1, width), randn(width)
 
             yield Case(
@@ -124,5 +150,100 @@ def add_rms_norm() -> Iterator[Case]:
             )
 
 
+def decode_attention() -> Iterator[Case]:
+    def called(fn):
+        return lambda q, k, v, at, slots, gate: fn(q, k, v, q_positions=at, k_positions=slots, gate=gate)
+
+    for model, m in MODELS.items():
+        for batch, slots in itertools.product(BATCHES, CONTEXTS):
+
+            def make(m=m, batch=batch, slots=slots):
+                q, *kv = (randn(batch, n, h, m.head) for n, h in ((1, m.heads), *[(slots, m.kv_heads)] * 2))
+                at = torch.full((batch, 1), slots - 1, device=q.device)
+                held = torch.arange(slots, device=q.device).repeat(batch, 1)
+                return q, *kv, at, held, randn(batch, 1, m.heads, m.head) if m.gated else None
+
+            given = make()
+            yield Case(
+                f"{model} B={batch} T={slots}",
+                make,
+                called(torch.ops.meshfn_cuda.decode_attention),
+                called(F.decode_attention),
+                size_of(*given) + size_of(given[0]),  # the result is as large as the queries
+            )
+
+
+def qkv_rope_cache() -> Iterator[Case]:
+    """A token's keys and values go to the last slot; all slots' positions are asked for."""
+    for model, m in MODELS.items():
+        options = {"eps": 1e-6, "zero_centered": m.gated}
+
+        def op(*args, options=options):
+            return *torch.ops.meshfn_cuda.qkv_rope_cache(*args, **options), *args[7:9]
+
+        def plain(*args, options=options):
+            return *written_by.qkv_rope_cache(*args, **options), *args[7:9]
+
+        for batch, slots in itertools.product(BATCHES, CONTEXTS):
+
+            def make(m=m, batch=batch, slots=slots):
+                q, k, v = (randn(batch, 1, h, m.head) for h in (m.heads, m.kv_heads, m.kv_heads))
+                angles = torch.rand(batch, 1, m.turned // 2, device=q.device)
+                tables = [x.to(q.dtype) for x in (angles.cos(), angles.sin())]
+                norms = [randn(m.head) for _ in "qk"] if m.gated else [None, None]
+                caches = [randn(batch, slots, m.kv_heads, m.head) for _ in "kv"]
+                at = torch.full((batch, 1), slots - 1, device=q.device)
+                return q, k, v, *tables, *norms, *caches, at, torch.arange(slots, device=q.device)
+
+            q, k, v, *beside, _, _, at, asked = make()
+            yield Case(
+                f"{model} B={batch} T={slots}",
+                make,
+                op,
+                plain,
+                # Read, and then written: queries, a slot of each cache, and a position of each slot and row.
+                size_of(q, k, v, *beside, at, asked) + size_of(q, k, v) + batch * size_of(asked),
+            )
+
+
+def gdn_decode() -> Iterator[Case]:
+    """What a step reads does not grow with the context. The plain function returns the states that the op writes."""
+
+    def op(*args):
+        return torch.ops.meshfn_cuda.gdn_step(*args), *args[12:16]
+
+    for model, m in MODELS.items():
+        if m.delta is None:
+            continue
+        for batch in BATCHES:
+
+            def make(sizes=m.delta, batch=batch):
+                key_heads, heads, head, taps = sizes
+                by_heads = [randn(batch, 1, h, head) for h in (key_heads, key_heads, heads, heads)]
+                decays = [randn(batch, 1, heads) for _ in "ba"]
+                channels = [h * head for h in (key_heads, key_heads, heads)]
+                convs = [randn(n, 1, taps, scale=taps**-0.5) for n in channels]
+                rates = [randn(heads, dtype=torch.float32) for _ in range(2)]
+                states = [randn(batch, n, taps - 1) for n in channels]
+                state = randn(batch, heads, head, head, scale=head**-0.5, dtype=torch.float32)
+                at = torch.full((batch, 1), 7, device=state.device)
+                return *by_heads, *decays, *convs, *rates, randn(head), *states, state, at
+
+            given = make()
+            yield Case(
+                f"{model} B={batch}",
+                make,
+                op,
+                recurrence.gdn_step,
+                size_of(*given) + size_of(given[2], *given[12:16]),  # the result is as large as the values
+            )
+
+
 # kernel -> its cases
-KERNELS: dict[str, Callable[[], Iterator[Case]]] = {"gemv": gemv, "add_rms_norm": add_rms_norm}
+KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
+    "gemv": gemv,
+    "add_rms_norm": add_rms_norm,
+    "decode_attention": decode_attention,
+    "qkv_rope_cache": qkv_rope_cache,
+    "gdn_decode": gdn_decode,
+}
