@@ -5,7 +5,8 @@ from .generate import Generation, Timings
 from .kernel import Call, Kernel
 from .load import load
 from .model import Model
-from .program import Phase, Program
+from .phase import Phase
+from .program import Program
 from .report import Plan
 from .save import save
 from .shards import Shards, load_shards, restore_shards, save_shards

@@ -5,30 +5,32 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .. import functional as F
+from ..functional import tree
 from ..functional.shapes import check_positive
-from . import dynamo
-from .generate import Generation, Streamer, Timings, assemble, now, run_decode
-from .graph import Graph, LeafPaths
+from .generate import Generation, Streamer, Timings, assemble, check_streamer, now, run_decode, turned, turns_of
+from .graph import LeafPaths
 from .kernel import Kernel
-from .lower import lower, with_table
+from .lower import with_table
 from .model import Model
+from .phase import Phase
 from .prompts import Prompts, cut, end_tokens, read_prompts, repeated
+from .replay import CapturedDecode, replay_of
 from .report import Plan, make_plan
 from .sampling import Chooser, SamplingOptions, StopStrings, check_options
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target, arch_of
 from .steps import State, make_steps, packed
 from .weights import Weights
 
-__all__ = ["Phase", "Program"]
+__all__ = ["Program"]
 
 # What `generate` takes beside the options of sampling.
 _ARGUMENTS = (
@@ -37,51 +39,13 @@ _ARGUMENTS = (
 )
 
 
-class Phase:
-    """One function of a program. Calling it runs the phase; see `Program.prefill`, `Program.decode`.
-
-    compiles: how often its graph was compiled.
-    """
-
-    def __init__(self, name: str, step: Callable[..., Any], program: Program, call: Callable[..., Any]) -> None:
-        self.name = name
-        self.compiles = 0
-        self.__doc__ = call.__doc__
-        self._program, self._call = program, call
-        self._module: fx.GraphModule | None = None
-        self.step = dynamo.compile_with(step, self._compile) if program.compiled else step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.compiles += 1
-        left = lower(module, self._program.target, self._program.kernels)
-        if self._program.strict and left:
-            raise ValueError(f"build(strict=True): no kernel in {self.name} for\n    " + "\n    ".join(left))
-        planned = self._program.planned_left(self.name)
-        if planned is not None and left != planned:
-            text = "\n    ".join(sorted(set(left) ^ set(planned)))
-            raise RuntimeError(f"{self.name}: other kernels than planned\n    {text}")
-        self._module = module
-        return dynamo.inductor(module, inputs)
-
-    def __repr__(self) -> str:
-        return f"{self.name}, compiled {self.compiles} times\n{self.graph}"
-
-    @property
-    def graph(self) -> Graph:
-        """The Dynamo-level graph as it was compiled, kernels in place; without compiling, as planned."""
-        if self._module is None:
-            return self._program.plan.phases[self.name].graph
-        return Graph(self.name, self._module, self._program.leaf_paths)
-
-
 class Program:
     """A model ready to generate. print(program) is its plan. Made by `build`.
 
     params: the parameters it reads at each call; may be set to others of the same shapes.
     cache: one entry a layer, written in place by prefill and decode.
+    On a GPU decode is one graph, captured when it is built and again, with a line to the log, when a parameter moved.
+    `with build(...) as program:` closes it at the end.
     """
 
     def __init__(
@@ -103,17 +67,16 @@ class Program:
         self.build_seconds = 0.0
         self._weights = Weights(model.params, model.config, device, dtype)
         self._reads: dict[int, tuple[Tensor, ...]] = {}
-        # Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing.
-        ropes = [each.attention.rope for each in model.config.layers]
-        turns = [rope.original_max_position_embeddings for rope in ropes if rope and rope.rope_type == "longrope"]
         # A step overwrites what the state before it still needs: the oldest token of a ring, or a recurrent state.
         self._spent = any(
             isinstance(each.attention, F.GDNConfig) or sizes.slots_of(each.attention.window) < sizes.slots
             for each in model.config.layers
         )
-        self._turns = sorted({turn for turn in turns if turn is not None})
+        self._turns = turns_of(model.config)
         self._session = 0
         self._busy = threading.Lock()
+        self._closed = False
+        self._captured: CapturedDecode | None = None
         with self._alone():
             self.cache = sizes.caches(model.config, dtype, device)
             self._slots = torch.arange(sizes.slots, device=device)
@@ -156,16 +119,61 @@ class Program:
             )
 
     def warm_up(self) -> None:
-        """Compile both phases, by running them with no active row, which changes no byte of the cache."""
+        """Compile both phases, by running them with no active row, which changes no byte of the cache, and capture
+        decode where it is replayed."""
         if self._held_to_plan:
             _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
         with self._alone():
             start = now(self.device)
             self._weights.allocate()
             inputs = self._inputs()
-            for phase in (self.prefill, self.decode):
-                phase.step(*inputs, *self.sizes.idle(phase.name, self.model.config, self.dtype, self.device))
+            idle = {
+                phase: self.sizes.idle(phase.name, self.model.config, self.dtype, self.device)
+                for phase in (self.prefill, self.decode)
+            }
+            for phase, arguments in idle.items():
+                phase.step(*inputs, *arguments)
+            replay = replay_of(self.device, self.compiled)
+            if replay is not None:
+                state, eos, _ = idle[self.decode]
+                # One static size: what a graph reads does not follow the context.
+                buffers = state, eos, self._read(self.sizes.max_len)
+                self._captured = CapturedDecode(self.decode.step, replay, buffers, self._leaf_names())
+                self._captured.prepare(inputs)
             self.build_seconds = now(self.device) - start
+
+    def _leaf_names(self) -> list[str]:
+        """Of what `_inputs` returns, in its order."""
+        cache = [f"cache[{i}]{path}" for i, each in enumerate(self.cache) for path in tree.paths(each)]
+        return [f"params{path}" for path in tree.paths(self.params)] + cache
+
+    def refresh(self) -> None:
+        """Bring what is derived from the parameters, the plan's converted copies, up to date, in place. Each call does
+        so itself before it reads them; this moves the copying to an earlier moment."""
+        with self._alone():
+            self._weights.refresh()
+
+    def close(self) -> None:
+        """Release the captured graph, and with it what it holds of communication; before process groups are
+        destroyed. Then the program runs no more; to close it again does nothing."""
+        if not self._closed:
+            with self._alone():
+                self._closed = True
+                if self._captured is not None:
+                    self._captured.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
+        """tokens: those of the longest row, the one fed included."""
+        if self._captured is not None:
+            return self._captured(inputs, state, eos)
+        new: State = self.decode.step(*inputs, state, eos, self._read(tokens))
+        return new
 
     def _inputs(self) -> tuple[Any, Any]:
         """Parameters and caches as the steps take them."""
@@ -180,6 +188,8 @@ class Program:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        if self._closed:
+            raise RuntimeError("this program is closed\n    fix: build another one")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this program is in use by another call, and has one cache\n    fix: build a second one")
         # What is ambient has no part in a step: it runs without gradients, in the program's own dtype, on its device.
@@ -276,8 +286,7 @@ class Program:
             plain = dataclasses.replace(state, session=0, token=state.token.clone())
             if self._spent:
                 self._session += 1
-            read = self._read(max(longest, 1))
-            new: State = self.decode.step(*self._inputs(), plain, self._eos(stop), read)
+            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
             return dataclasses.replace(new, session=self._session)
 
     def generate(
@@ -309,9 +318,7 @@ class Program:
             raise ValueError("generate: pass prompts, or input_ids")
         check_positive("generate", max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
         check_options(options, _ARGUMENTS)
-        if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
-            kind = "a class" if isinstance(streamer, type) else type(streamer).__name__
-            raise TypeError(f"generate(streamer=...): an object with put and end is needed, not {kind}")
+        check_streamer(streamer)
         vocab = self.model.config.vocab_size
         if pad_token_id is not None and (not isinstance(pad_token_id, Integral) or not 0 <= pad_token_id < vocab):
             raise ValueError(f"generate(pad_token_id={pad_token_id!r}): a token id below {vocab} is needed")
@@ -336,8 +343,8 @@ class Program:
 
             def step(state: State, taken: int, tokens: list[Tensor]) -> State:
                 longest = max(map(len, read.rows)) + taken + 1
-                new = self.decode.step(*inputs, state, eos, self._read(longest))
-                again = self._turned(read.rows, state, taken, tokens)
+                new = self._decode_step(inputs, state, eos, longest)
+                again = turned(self._turns, read.rows, state, taken, tokens)
                 if any(again):
                     new = self._run_prefill(inputs, new, again, eos)
                 return choose(new, state.position, eos)
@@ -371,14 +378,6 @@ class Program:
                 kept=kept,
             ),
         )
-
-    def _turned(self, rows: list[list[int]], state: State, taken: int, tokens: list[Tensor]) -> list[list[int]]:
-        """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty."""
-        crossing = [len(row) + taken in self._turns for row in rows]
-        if not any(crossing):
-            return []
-        new, live = torch.stack(tokens, 1).tolist(), (state.position >= 0).tolist()
-        return [row + new[i] if crossing[i] and live[i] else [] for i, row in enumerate(rows)]
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
