@@ -115,7 +115,10 @@ class CapturedDecode:
         self._state, self._eos, self._read = idle
         self._idle = tree.map(torch.clone, self._state)
         self.captures = 0
-        self._forget()
+        self._inputs: tuple[Any, Any] | None = None
+        self._places: list[tuple[Any, ...]] = []
+        self._returned: State | None = None
+        self._ends: Tensor | None = None
 
     def __call__(self, inputs: tuple[Any, Any], state: State, eos_token_id: Tensor) -> State:
         """The state after a step; a copy, which later steps leave alone.
@@ -132,8 +135,9 @@ class CapturedDecode:
             self._eos.copy_(eos_token_id)
         self._returned = self._ends = None
         self._replay.replay()
-        self._returned, self._ends = tree.map(torch.clone, self._state), eos_token_id
-        return self._returned
+        returned = tree.map(torch.clone, self._state)
+        self._returned, self._ends = returned, eos_token_id
+        return returned
 
     def prepare(self, inputs: tuple[Any, Any]) -> None:
         """Warm up and capture, so that the first step need not."""
@@ -144,10 +148,8 @@ class CapturedDecode:
         self._forget()
 
     def _forget(self) -> None:
-        self._inputs: tuple[Any, Any] | None = None
-        self._places: list[tuple[Any, ...]] = []
-        self._returned: State | None = None
-        self._ends: Tensor | None = None
+        self._inputs, self._places = None, []
+        self._returned = self._ends = None
 
     def _hold(self, inputs: tuple[Any, Any]) -> None:
         """Inputs that lie where those of the graph do are held in place of them; for others it is captured again."""
