@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..functional.shapes import check_positive
-from .generate import Streamer
+from .generate import Streamer, check_streamer
 from .model import Model
 from .prompts import Prompts, end_tokens, repeated
 from .sampling import StopStrings, check_options
@@ -62,9 +62,7 @@ def read_asked(
         raise ValueError("generate: pass prompts, or input_ids")
     check_positive("generate", max_new_tokens=max_new_tokens, num_return_sequences=num_return_sequences)
     check_options(options, _ARGUMENTS)
-    if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
-        kind = "a class" if isinstance(streamer, type) else type(streamer).__name__
-        raise TypeError(f"generate(streamer=...): an object with put and end is needed, not {kind}")
+    check_streamer(streamer)
     vocab = model.config.vocab_size
     if pad_token_id is not None and (not isinstance(pad_token_id, Integral) or not 0 <= pad_token_id < vocab):
         raise ValueError(f"generate(pad_token_id={pad_token_id!r}): a token id below {vocab} is needed")

@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .. import functional as F
 from .prompts import Prompts
 from .sampling import StopStrings
+from .steps import State
 
 __all__ = ["Generation", "Streamer", "Timings"]
 
@@ -24,6 +26,12 @@ class Streamer(Protocol):
 
     def put(self, value: Tensor) -> None: ...
     def end(self) -> None: ...
+
+
+def check_streamer(streamer: Any) -> None:
+    if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
+        kind = "a class" if isinstance(streamer, type) else type(streamer).__name__
+        raise TypeError(f"generate(streamer=...): an object with put and end is needed, not {kind}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,26 @@ class Generation:
     logprobs: list[list[float]] | None
     seeds: list[int] | None
     timings: Timings
+
+
+def turns_of(cfg: F.DecoderConfig) -> list[int]:
+    """Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing."""
+    ropes = [each.attention.rope for each in cfg.layers]
+    turns = {rope.original_max_position_embeddings for rope in ropes if rope and rope.rope_type == "longrope"}
+    return sorted(turn for turn in turns if turn is not None)
+
+
+def turned(
+    turns: Sequence[int], rows: Sequence[list[int]], state: State, taken: int, tokens: Sequence[Tensor]
+) -> list[list[int]]:
+    """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty.
+
+    turns: see `turns_of`. taken: steps done; tokens: of each."""
+    crossing = [len(row) + taken in turns for row in rows]
+    if not any(crossing):
+        return []
+    new, live = torch.stack(list(tokens), 1).tolist(), (state.position >= 0).tolist()
+    return [row + new[i] if crossing[i] and live[i] else [] for i, row in enumerate(rows)]
 
 
 def run_decode(

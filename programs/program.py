@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from .. import functional as F
+from ..functional import tree
 from ..functional.cache import Cache
 from .asked import Asked, read_asked
-from .generate import Generation, Streamer, Timings, assemble, now, run_decode
+from .generate import Generation, Streamer, Timings, assemble, now, run_decode, turned, turns_of
 from .graph import LeafPaths
+from .held import Held
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model
 from .phase import Phase
 from .prompts import Prompts, cut, end_tokens, read_prompts
+from .replay import CapturedDecode, replay_of
 from .report import Plan, make_plan
 from .sampling import Chooser, SamplingOptions
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target, arch_of
@@ -31,11 +32,13 @@ from .weights import Weights
 __all__ = ["Program"]
 
 
-class Program:
+class Program(Held):
     """A model ready to generate. print(program) is its plan. Made by `build`.
 
     params: the parameters it reads at each call; may be set to others of the same shapes.
     cache: one entry a layer, written in place by prefill and decode.
+    On a GPU decode is one graph, captured when it is built and again, with a line to the log, when a parameter moved.
+    `with build(...) as program:` closes it at the end.
     """
 
     def __init__(
@@ -56,19 +59,15 @@ class Program:
         # Tracing a plan takes seconds. A build that is strict or has kernels of its own is held to it, others by tests.
         self._held_to_plan = bool(kernels) or strict
         self.build_seconds = 0.0
-        self._weights = Weights(model.params, device, dtype)
         self._reads: dict[int, tuple[Tensor, ...]] = {}
-        # Where the angles of longrope change for a whole row, and a cache of the old ones is worth nothing.
-        ropes = [each.attention.rope for each in model.config.layers]
-        turns = [rope.original_max_position_embeddings for rope in ropes if rope and rope.rope_type == "longrope"]
         # A step overwrites what the state before it still needs: the oldest token of a ring, or a recurrent state.
         self._spent = any(
             isinstance(each.attention, F.GDNConfig) or sizes.slots_of(each.attention.window) < sizes.slots
             for each in model.config.layers
         )
-        self._turns = sorted({turn for turn in turns if turn is not None})
+        self._turns = turns_of(model.config)
         self._session = 0
-        self._busy = threading.Lock()
+        super().__init__(Weights(model.params, device, dtype), device)
         with self._alone():
             self.cache = self._caches()
             self._slots = torch.arange(sizes.slots, device=device)
@@ -117,16 +116,40 @@ class Program:
             )
 
     def warm_up(self) -> None:
-        """Compile both phases, by running them with no active row, which changes no byte of the cache."""
+        """Compile both phases, by running them with no active row, which changes no byte of the cache, and capture
+        decode where it is replayed."""
         if self._held_to_plan:
             _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
         with self._alone():
             start = now(self.device)
             self._weights.allocate()
             inputs = self._inputs()
-            for phase in (self.prefill, self.decode):
-                phase.step(*inputs, *self.sizes.idle(phase.name, self.model.config, self.dtype, self.device))
+            idle = {
+                phase: self.sizes.idle(phase.name, self.model.config, self.dtype, self.device)
+                for phase in (self.prefill, self.decode)
+            }
+            for phase, arguments in idle.items():
+                phase.step(*inputs, *arguments)
+            replay = replay_of(self.device, self.compiled)
+            if replay is not None:
+                state, eos, _ = idle[self.decode]
+                # One static size: what a graph reads does not follow the context.
+                buffers = state, eos, self._read(self.sizes.max_len)
+                self._captured = CapturedDecode(self.decode.step, replay, buffers, self._leaf_names())
+                self._captured.prepare(inputs)
             self.build_seconds = now(self.device) - start
+
+    def _leaf_names(self) -> list[str]:
+        """Of what `_inputs` returns, in its order."""
+        cache = [f"cache[{i}]{path}" for i, each in enumerate(self.cache) for path in tree.paths(each)]
+        return [f"params{path}" for path in tree.paths(self.params)] + cache
+
+    def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
+        """tokens: those of the longest row, the one fed included."""
+        if self._captured is not None:
+            return self._captured(inputs, state, eos)
+        new: State = self.decode.step(*inputs, state, eos, self._read(tokens))
+        return new
 
     def _inputs(self) -> tuple[Any, Any]:
         """Parameters and caches as the steps take them."""
@@ -138,17 +161,6 @@ class Program:
         if n not in self._reads:
             self._reads[n] = self.sizes.read(self._slots, tokens, self.model.config)
         return self._reads[n]
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError("this program is in use by another call, and has one cache\n    fix: build a second one")
-        # What is ambient has no part in a step: it runs without gradients, in the program's own dtype, on its device.
-        try:
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                yield
-        finally:
-            self._busy.release()
 
     def _prompts(
         self,
@@ -242,8 +254,7 @@ class Program:
             plain = dataclasses.replace(state, session=0, token=state.token.clone())
             if self._spent:
                 self._session += 1
-            read = self._read(max(longest, 1))
-            new: State = self.decode.step(*self._inputs(), plain, self._eos(stop), read)
+            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
             return dataclasses.replace(new, session=self._session)
 
     def generate(
@@ -292,8 +303,8 @@ class Program:
             inputs = self._inputs()
 
             def step(state: State, taken: int, tokens: list[Tensor]) -> State:
-                new = self.decode.step(*inputs, state, eos, self._read(most + taken + 1))
-                again = self._turned(rows, state, taken, tokens)
+                new = self._decode_step(inputs, state, eos, most + taken + 1)
+                again = turned(self._turns, rows, state, taken, tokens)
                 if any(again):
                     new = self._run_prefill(inputs, new, again, eos)
                 return choose(new, state.position, eos)
@@ -363,14 +374,6 @@ class Program:
     def _of_all(self, x: Tensor, rows: int) -> Tensor:
         """x of the rows here -> of all `rows`."""
         return x
-
-    def _turned(self, rows: list[list[int]], state: State, taken: int, tokens: list[Tensor]) -> list[list[int]]:
-        """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty."""
-        crossing = [len(row) + taken in self._turns for row in rows]
-        if not any(crossing):
-            return []
-        new, live = torch.stack(tokens, 1).tolist(), (state.position >= 0).tolist()
-        return [row + new[i] if crossing[i] and live[i] else [] for i, row in enumerate(rows)]
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.

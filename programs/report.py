@@ -84,7 +84,7 @@ class Plan:
     def __str__(self) -> str:
         s = self.sizes
         whose = (
-            f"{size_text(self.converted)} of it converted copies"
+            f"{size_text(self.converted)} of it converted copies, refreshed in place before each call"
             if self.converted
             else "read where the model keeps them"
         )

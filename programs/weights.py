@@ -55,15 +55,23 @@ class Weights:
                 # In the order in which it lies, without the gaps of a view.
                 self._converted[path] = torch.empty_like(leaf, dtype=self._dtypes[path], device=self._device)
 
+    def refresh(self) -> None:
+        """Bring the converted copies up to date, where they lie. All of them: a version counter would tell which leaf
+        was written, but not of writes through `.data`, nor of an inference tensor."""
+        self._check(self._leaves, self._strides)
+        for path, leaf in self._leaves.items():
+            if not self._here(path, leaf):
+                self._converted[path].copy_(leaf.detach())
+
     def live(self) -> F.Decoder:
         """The parameters to compute with, `packed`: detached, so that a Parameter and a plain tensor compile alike,
         each with a storage of its own, converted copies brought up to date."""
-        self._check(self._leaves, self._strides)
+        self.refresh()
         new, seen = [], set[int]()
         for path, leaf in self._leaves.items():
             leaf = leaf.detach()
             if not self._here(path, leaf):
-                leaf = self._converted[path].copy_(leaf)
+                leaf = self._converted[path]
             storage = leaf.untyped_storage().data_ptr()
             # A region refuses arguments that share a storage, as fused projections do. They are only read, so a second
             # handle on the same memory serves as well.

@@ -1,0 +1,60 @@
+"""What a program holds while it runs: weights, a captured graph, and the right to be alone with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+
+from .replay import CapturedDecode
+from .weights import Weights
+
+__all__ = ["Held"]
+
+
+class Held:
+    """The part of `Program` that is taken and released."""
+
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        self.device = device
+        self._weights = weights
+        self._captured: CapturedDecode | None = None
+        self._busy = threading.Lock()
+        self._closed = False
+
+    def refresh(self) -> None:
+        """Bring what is derived from the parameters, the plan's converted copies, up to date, in place. Each call does
+        so itself before it reads them; this moves the copying to an earlier moment."""
+        with self._alone():
+            self._weights.refresh()
+
+    def close(self) -> None:
+        """Release the captured graph, and with it what it holds of communication; before process groups are
+        destroyed. Then the program runs no more; to close it again does nothing."""
+        if not self._closed:
+            with self._alone():
+                self._closed = True
+                if self._captured is not None:
+                    self._captured.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._closed:
+            raise RuntimeError("this program is closed\n    fix: build another one")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this program is in use by another call, and has one cache\n    fix: build a second one")
+        # What is ambient has no part in a step: it runs without gradients, in the program's own dtype, on its device.
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                yield
+        finally:
+            self._busy.release()
