@@ -70,11 +70,13 @@ def _join(attend: fx.Node, taken: Taken) -> bool:
     if taken(new) is None:
         attend.graph.erase_node(new)
         return False
+    results: list[tuple[fx.Node, str]] = []
     for i, old in enumerate((args_of(attend)[0], held)):
         with attend.graph.inserting_before(first):
             result = attend.graph.call_function(operator.getitem, (new, i))
-        result.meta["example_value"], result.name = values[i], old.name
+        result.meta["example_value"] = values[i]
         attend.replace_input_with(old, result)
+        results.append((result, old.name))
     for read, cache, copy in zip(reads, caches, copies, strict=True):
         read.replace_input_with(args_of(read)[0], cache)
         assert copy is not None
@@ -82,6 +84,10 @@ def _join(attend: fx.Node, taken: Taken) -> bool:
     for node in (*writes, held, *queries.nodes, *keys.nodes):
         if not node.users:
             attend.graph.erase_node(node)
+    names = {node.name for node in attend.graph.nodes}
+    for result, name in results:  # heads without a norm and a rotation are still there, under their name
+        if name not in names:
+            result.name = name
     return True
 
 
