@@ -131,11 +131,14 @@ def _device(device: torch.device | str | None) -> torch.device:
     try:
         found = torch.device(device or "cpu")
     except RuntimeError as error:
-        raise ValueError(f'load(device="{device}"): no such device') from error
+        raise ValueError(f'load(device="{device}"): no such device\n    fix: "cpu" or "cuda"') from error
     if found.type == "meta":
         raise ValueError('load(device="meta"): use abstract=True')
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError('load(device="cuda"): no CUDA device is available')
+        raise ValueError(
+            'load(device="cuda"): no CUDA device is available\n'
+            '    fix: load(..., abstract=True), and programs.plan(model, device="cuda", arch="sm_90") without one'
+        )
     return found
 
 
