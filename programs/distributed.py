@@ -85,7 +85,7 @@ def _check_together(mesh: Mesh) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks < mesh.size:
         raise ValueError(
-            f"save_shards(mesh=...): {mesh.size} ranks, and torch.distributed has {ranks}, so that files of theirs would "
+            f"save_shards(mesh=...): {mesh.size} ranks, and torch.distributed has {ranks}, so that their files would "
             "not go together\n    fix: torchrun, with ProcessGroup(device_mesh).mesh; a mesh of one rank needs neither"
         )
 

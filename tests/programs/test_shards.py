@@ -107,6 +107,6 @@ load_shards(model=...): what sharding.shard made is needed, not Layout
     fix: sh.shard(F.next_token_loss, layout, mesh, S=...)
 load_shards(device="cuda"): no CUDA device is available
     fix: load(..., abstract=True), and programs.plan(model, device="cuda", arch="sm_90") without one
-save_shards(mesh=...): 2 ranks, and torch.distributed has 1, so that files of theirs would not go together
+save_shards(mesh=...): 2 ranks, and torch.distributed has 1, so that their files would not go together
     fix: torchrun, with ProcessGroup(device_mesh).mesh; a mesh of one rank needs neither""",
     )
