@@ -94,12 +94,19 @@ def plan(
 ) -> Plan:
     """What `print(build(...))` would print, without weights (`load(..., abstract=True)`) and without the device.
 
-    device: the model's unless given, "cpu" for an abstract model. arch: such as "sm_90".
+    device: the model's unless given, "cpu" for an abstract model. arch: of a CUDA device, such as "sm_90"; without one
+    no kernel for a GPU is in the plan. kernels: as in `build`. Raises `ValueError` before any work.
     """
     check_model("plan", model)
     place = _device(device, torch.device("cpu") if model.device.type == "meta" else model.device)
-    if arch is not None and not re.fullmatch(r"sm_\d+[a-z]?", arch):
-        raise ValueError(f'plan(arch="{arch}"): an architecture such as "sm_90" is needed')
+    if arch is not None and not (isinstance(arch, str) and re.fullmatch(r"sm_\d+[a-z]?", arch)):
+        told = f'"{arch}"' if isinstance(arch, str) else repr(arch)
+        raise ValueError(f'plan(arch={told}): an architecture such as "sm_90" is needed')
+    if arch is not None and place.type != "cuda":
+        raise ValueError(
+            f'plan(arch="{arch}"): the plan is for a device of type {place.type}, which has none\n'
+            '    fix: device="cuda" with it, or no arch'
+        )
     target = Target(place.type, dtype or model.dtype, arch)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     return make_plan(model, target, sizes, with_table(target, kernels), compiled=True)
@@ -119,8 +126,9 @@ def _build_rank(
         missing = "mesh" if mesh is None else "layout"
         raise ValueError(f"build({missing}=...): mesh and layout go together\n    fix: both, or neither for one rank")
     check_mesh(mesh, layout)
-    ranks = Ranks(model.config, mesh, layout, _device(device, model.device))
-    kind = dtype or model.dtype
+    place, kind = _device(device, model.device), dtype or model.dtype
+    _check_there(place)  # a rank without its device cannot tell the others
+    ranks = Ranks(model.config, mesh, layout, place)
     try:
         if idle := [name for name, value in given.items() if value]:
             raise ValueError(f"build({idle[0]}=...): programs over ranks are not compiled\n    fix: without {idle[0]}")
@@ -144,7 +152,7 @@ def _device(device: torch.device | str | None, default: torch.device) -> torch.d
     try:
         return torch.device(device or default)
     except RuntimeError as error:
-        raise ValueError(f'device="{device}": no such device') from error
+        raise ValueError(f'device="{device}": no such device\n    fix: "cpu" or "cuda"') from error
 
 
 def _check_place(device: torch.device, dtype: torch.dtype) -> None:
@@ -153,11 +161,14 @@ def _check_place(device: torch.device, dtype: torch.dtype) -> None:
     known = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
     if dtype not in _DTYPES or (device.type == "mps" and dtype == torch.float64):
         raise ValueError(f"build(dtype={dtype}): {device.type} cannot run it\n    known: {known}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                'build(device="cuda"): no CUDA device is available\n'
-                '    fix: programs.plan(model, device="cuda") prints the plan without one'
-            )
-        if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            raise ValueError(f"build(dtype={dtype}): {torch.cuda.get_device_name(device)} cannot run it")
+    _check_there(device)
+    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise ValueError(f"build(dtype={dtype}): {torch.cuda.get_device_name(device)} cannot run it")
+
+
+def _check_there(device: torch.device) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            'build(device="cuda"): no CUDA device is available\n'
+            '    fix: programs.plan(model, device="cuda", arch="sm_90") prints the plan without one'
+        )

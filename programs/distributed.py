@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -49,6 +50,7 @@ class _Lying(NamedTuple):
 
 
 def save(params: Any, specs: Any, mesh: Mesh, folder: Path) -> None:
+    _check_together(mesh)
     lying = _lying(params, specs, mesh, first=True)
     with _alone(mesh) as told:
         state_dict_saver.save(dict(tree.paths(params)), checkpoint_id=folder, planner=_Saving(lying), **told)
@@ -75,6 +77,17 @@ def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
     with _alone(mesh) as told:
         state_dict_loader.load(dict(tree.paths(new)), checkpoint_id=folder, planner=_Loading(lying), **told)
     return new
+
+
+def _check_together(mesh: Mesh) -> None:
+    """Raise `ValueError` where ranks are no processes: torch would take each for the only one, and the last would write
+    over the others."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks < mesh.size:
+        raise ValueError(
+            f"save_shards(mesh=...): {mesh.size} ranks, and torch.distributed has {ranks}, so that their files would "
+            "not go together\n    fix: torchrun, with ProcessGroup(device_mesh).mesh; a mesh of one rank needs neither"
+        )
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def load(
         _names(ignore),
         _indices(layers),
         _dtype(dtype),
-        _device(device),
+        check_device("load", device),
         progress or (lambda step, done, total: None),
     )
     if isinstance(source, nn.Module):
@@ -127,15 +127,19 @@ def _dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def check_device(called: str, device: torch.device | str | None) -> torch.device:
+    """The device, the CPU if none is given. Raises `ValueError` for one that is not there, in the caller's name."""
     try:
         found = torch.device(device or "cpu")
     except RuntimeError as error:
-        raise ValueError(f'load(device="{device}"): no such device') from error
+        raise ValueError(f'{called}(device="{device}"): no such device\n    fix: "cpu" or "cuda"') from error
     if found.type == "meta":
-        raise ValueError('load(device="meta"): use abstract=True')
+        raise ValueError(f'{called}(device="meta"): no weights lie there\n    fix: load(..., abstract=True)')
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError('load(device="cuda"): no CUDA device is available')
+        raise ValueError(
+            f'{called}(device="cuda"): no CUDA device is available\n'
+            '    fix: load(..., abstract=True), and programs.plan(model, device="cuda", arch="sm_90") without one'
+        )
     return found
 
 

@@ -6,6 +6,7 @@ call, the node becomes the kernel's op; elsewhere it stays, decomposes into its 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import fx
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .cpu import CPU_KERNELS
 from .cuda import CUDA_KERNELS
-from .dynamo import op_name, region_of, value_of
+from .dynamo import op_name, region_of, takes, value_of
 from .join import arguments_of, join
 from .join_cache import join_cache
 from .join_gdn import join_gdn
@@ -32,10 +33,24 @@ KERNELS: Mapping[str, tuple[Kernel, ...]] = MappingProxyType({"cpu": CPU_KERNELS
 
 
 def with_table(target: Target, extra: Sequence[Kernel]) -> tuple[Kernel, ...]:
-    """`extra`, then the table's kernels of the target's device."""
+    """`extra`, then the table's kernels of the target's device. Raises `TypeError` and `ValueError` for what no node
+    would ever be given to."""
+    if isinstance(extra, (Kernel, str)):
+        raise TypeError(
+            f"kernels: a list is needed, not {type(extra).__name__}\n    fix: kernels=[programs.Kernel(...)]"
+        )
     for kernel in extra:
         if not isinstance(kernel, Kernel):
-            raise TypeError(f"kernels: a programs.Kernel is needed, not {type(kernel).__name__}")
+            raise TypeError(
+                f"kernels: a programs.Kernel is needed, not {type(kernel).__name__}\n"
+                "    fix: programs.Kernel(name=..., primitive=..., op=torch.ops.<namespace>.<name>.default)"
+            )
+        if kernel.primitive not in PRIMITIVES:
+            near = difflib.get_close_matches(kernel.primitive, PRIMITIVES, n=1)
+            fix = f'did you mean "{near[0]}"?' if near else "print(plan) has their names in its second column"
+            raise ValueError(
+                f'kernels: {kernel.name} serves "{kernel.primitive}", and no primitive is named so\n    fix: {fix}'
+            )
     return (*extra, *KERNELS.get(target.device, ()))
 
 
@@ -66,6 +81,17 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
         if kernel.primitive != name:
             continue
         reason = kernel.supports(call)
+        if reason is not None and not isinstance(reason, str):
+            raise TypeError(
+                f"Kernel({kernel.name}): supports returned {reason!r} for a call of {name}\n"
+                "    fix: return None for what it computes, else the reason why not, in a few words"
+            )
+        if reason is None and not takes(kernel.op, len(node.args), node.kwargs):
+            given = [*list(bound.signature.parameters)[: len(node.args)], *(f"{each}=" for each in node.kwargs)]
+            raise TypeError(
+                f"Kernel({kernel.name}): {kernel.op} does not take a call of {name}({', '.join(given)})\n"
+                "    fix: an op with these arguments, in this order"
+            )
         if reason is None and not all(_goes_back(node, i, name) for i, name in enumerate(kernel.in_place, 1)):
             reason = "a result is not copied back, and it writes in place"
         if reason is None:

@@ -19,7 +19,7 @@ from ..functional import Decoder, DecoderConfig, TreeError, tree
 from ..sharding import Mesh, Sharded
 from .checkpoint import Checkpoint, find_folder
 from .families import find_wrapper
-from .load import load
+from .load import check_device, load
 from .pieces import Piece, pieces
 
 __all__ = ["Shards", "load_shards", "restore_shards", "save_shards"]
@@ -45,6 +45,12 @@ def load_shards(
     layout says who has what. mesh: this rank's own, where the model was made with none. dtype, device: as in `load`.
     Raises what `load` raises, and `SpecError` where the layout does not fit, before any weight is read.
     """
+    if not isinstance(model, Sharded):
+        raise TypeError(
+            f"load_shards(model=...): what sharding.shard made is needed, not {type(model).__name__}\n"
+            "    fix: sh.shard(F.next_token_loss, layout, mesh, S=...)"
+        )
+    place = check_device("load_shards", device)
     folder = find_folder(str(source))
     if folder is None:
         raise ValueError(f'source "{source}" is no folder\n    fix: a Hugging Face folder or the name of a cached one')
@@ -55,7 +61,7 @@ def load_shards(
     specs = model.in_specs({"params": whole.params, "cfg": whole.config})["params"]
     lies = tree.paths(specs)
     parts = {path: each.spec.slices(each.sizes, at, rank) for path, each in lies.items()}
-    reader = _Reader(Checkpoint(folder), whole.params, parts, device)
+    reader = _Reader(Checkpoint(folder), whole.params, parts, place)
     wanted = pieces(whole.family, whole.params, there=reader.own)
     new: dict[str, Tensor] = {}
     for each in wanted.values():
@@ -126,7 +132,8 @@ def save_shards(params: Any, specs: Any, mesh: Mesh, folder: str | Path) -> None
     this call.
 
     params: a tree of this rank's shards: parameters, or an optimiser's moments of them. specs: how they lie, as
-    `Sharded.specs` says. mesh: this rank's own. Raises `SpecError` for shards that are not what the specs say.
+    `Sharded.specs` says. mesh: this rank's own. Raises `SpecError` for shards that are not what the specs say,
+    `ValueError` where ranks are threads, of which the last would write over the others.
     """
     from .distributed import save
 

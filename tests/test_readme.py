@@ -216,3 +216,13 @@ def test_kernels_of_a_gpu(capsys):
     assert shown is not None
     missing = [line for line in shown[1].splitlines() if line.strip() != "..." and line not in out.splitlines()]
     assert missing == []
+
+
+def test_a_kernel_of_your_own(capsys):
+    model = programs.load(family("llama"), abstract=True)
+    exec(snippet("programs.Kernel("), {"torch": torch, "F": F, "programs": programs, "model": model})
+    prefill, decode = capsys.readouterr().out.split("decode   B=1")
+    assert prefill.count("apply_rope") == prefill.count("compiler (mine: more than one token)") == 2
+    lines = [line for line in decode.splitlines() if " apply_rope " in line]
+    assert len(lines) == 2
+    assert all(line.endswith(" mine") for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -125,7 +126,14 @@ def test_build(tiny, monkeypatch):
         message(programs.build, model, device="cuda"),
         message(programs.build, model, device="meta"),
         message(programs.build, model, device="xyz"),
+        message(programs.plan, model, device="cuda", arch=(9, 0)),
+        message(programs.plan, model, arch="sm_90"),
         message(programs.build, model, kernels=[3]),
+        message(programs.plan, model, kernels=KERNEL),
+        message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, primitive="gatedmlp")]),
+        message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, primitive="flash_fwd")]),
+        message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, supports=lambda call: True)]),
+        message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, op=torch.ops.aten.mm.default)]),
         message(programs.build, programs.load(tiny.module, abstract=True)),
         message(programs.build, model, strict=True),
     ]
@@ -145,14 +153,36 @@ build(dtype=torch.int8): cpu cannot run it
     known: float32, bfloat16, float16, float64
 
 build(device="cuda"): no CUDA device is available
-    fix: programs.plan(model, device="cuda") prints the plan without one
+    fix: programs.plan(model, device="cuda", arch="sm_90") prints the plan without one
 
 build(device="meta"): nothing runs there
     fix: programs.plan(model) prints the plan
 
 device="xyz": no such device
+    fix: "cpu" or "cuda"
+
+plan(arch=(9, 0)): an architecture such as "sm_90" is needed
+
+plan(arch="sm_90"): the plan is for a device of type cpu, which has none
+    fix: device="cuda" with it, or no arch
 
 kernels: a programs.Kernel is needed, not int
+    fix: programs.Kernel(name=..., primitive=..., op=torch.ops.<namespace>.<name>.default)
+
+kernels: a list is needed, not Kernel
+    fix: kernels=[programs.Kernel(...)]
+
+kernels: test_gated serves "gatedmlp", and no primitive is named so
+    fix: did you mean "gated_mlp"?
+
+kernels: test_gated serves "flash_fwd", and no primitive is named so
+    fix: print(plan) has their names in its second column
+
+Kernel(test_gated): supports returned True for a call of gated_mlp
+    fix: return None for what it computes, else the reason why not, in a few words
+
+Kernel(test_gated): aten.mm.default does not take a call of gated_mlp(x, norm_weight, gate, up, gate_bias, up_bias, eps=, zero_centered=, scale_in_fp32=, activation=)
+    fix: an op with these arguments, in this order
 
 build: the model has no weights, it was loaded with abstract=True
     fix: load it without
@@ -296,6 +326,7 @@ load(dtype=torch.int8): a torch.dtype to compute with is needed
     known: torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 load(device="gpu"): no such device
+    fix: "cpu" or "cuda"
 
 load(like="qwen2"): SmolLM2-135M-Instruct.Q4_1.gguf says it is of family llama""",
     )
@@ -337,6 +368,7 @@ def test_command_line_checks_before_it_builds(capsys, monkeypatch, tiny):
         ["generate", "--model", "m", "--prompt", "p", "--chat"],
         ["plan", "--model", "m", "--device", "xyz"],
         ["plan", "--model", "m", "--device", "cuda", "--arch", "banana"],
+        ["plan", "--model", "m", "--arch", "sm_90"],
     ):
         assert main(command) == 1
         out, err = capsys.readouterr()
@@ -352,7 +384,10 @@ error: prompts: strings need a tokenizer, and this model has none
     fix: pass lists of token ids
 error: --chat: the tokenizer of LlamaForCausalLM has no chat template
 error: device="xyz": no such device
-error: plan(arch="banana"): an architecture such as "sm_90" is needed""",
+    fix: "cpu" or "cuda"
+error: plan(arch="banana"): an architecture such as "sm_90" is needed
+error: plan(arch="sm_90"): the plan is for a device of type cpu, which has none
+    fix: device="cuda" with it, or no arch""",
     )
 
 

@@ -195,11 +195,15 @@ def test_what_no_program_runs_over():
     def batch(of, layout, at):
         programs.build(of, mesh=at, layout=layout, batch=1)
 
+    def elsewhere(of, layout, at):
+        programs.build(of, mesh=at, layout=layout, batch=3, device="cuda")
+
     found = [
         *said(sh.ulysses(tp="tp"), {"u": 2}, build),
         *said(sh.spread(dense, parameters="dp"), {"dp": 2}, build),
         *said(dense, {"dp": 2}, batch),
         *said(dense, {"tp": 2}, undrawn),
+        *said(dense, {"tp": 2}, elsewhere),
         *said(dense, {"tp": 4}, build),  # three key/value heads, which four ranks would need in parts
     ]
     assert_expected_inline(
@@ -213,6 +217,8 @@ build(batch=1): fewer rows than the 2 ranks of dp
     fix: batch=2
 generate(top_k=0): without it any of 31 tokens may be drawn, and their logits lie on 2 ranks, which would have to send them all
     fix: top_k=50
+build(device="cuda"): no CUDA device is available
+    fix: programs.plan(model, device="cuda", arch="sm_90") prints the plan without one
 ulysses("u", tp="tp", dp="dp"): K=3 key/value heads over tp=4, which splits them before
     B/dp S/u (K/tp G) E
     mesh: tp=4 dp=1 (not in the mesh) u=1 (not in the mesh)     fix: tp=3""",

@@ -78,8 +78,11 @@ def test_what_cannot_be_read(tmp_path):
         lambda: programs.restore_shards(others, of_others, mesh, tmp_path / "parts"),
         lambda: programs.restore_shards(whole, specs, mesh, Path("nowhere")),
         lambda: programs.load_shards("nowhere", sh.shard(F.next_token_loss, PLAIN, mesh, S=8)),
+        lambda: programs.load_shards("nowhere", PLAIN),
+        lambda: programs.load_shards("nowhere", sh.shard(F.next_token_loss, PLAIN, mesh, S=8), device="cuda"),
+        lambda: programs.save_shards(whole, specs, sh.Mesh(u=2), tmp_path / "cut"),
     ):
-        with pytest.raises((SpecError, TreeError, ValueError)) as error:
+        with pytest.raises((SpecError, TreeError, ValueError, TypeError)) as error:
             make()
         said.append(str(error.value))
     assert not (tmp_path / "cut").exists()
@@ -99,5 +102,11 @@ the checkpoint "parts" does not match
     ['c']: not expected, the checkpoint has it
 "nowhere" has no checkpoint that `save_shards` wrote
 source "nowhere" is no folder
-    fix: a Hugging Face folder or the name of a cached one""",
+    fix: a Hugging Face folder or the name of a cached one
+load_shards(model=...): what sharding.shard made is needed, not Layout
+    fix: sh.shard(F.next_token_loss, layout, mesh, S=...)
+load_shards(device="cuda"): no CUDA device is available
+    fix: load(..., abstract=True), and programs.plan(model, device="cuda", arch="sm_90") without one
+save_shards(mesh=...): 2 ranks, and torch.distributed has 1, so that their files would not go together
+    fix: torchrun, with ProcessGroup(device_mesh).mesh; a mesh of one rank needs neither""",
     )
