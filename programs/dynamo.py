@@ -15,7 +15,7 @@ import sysconfig
 import types
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,15 +233,6 @@ def op_name(node: fx.Node) -> str:
 def is_operator(op: Any) -> bool:
     """Whether a compiled graph can call it as it is."""
     return isinstance(op, torch._ops.OpOverload)
-
-
-def takes(op: Any, args: int, names: Iterable[str]) -> bool:
-    """Whether an operator's schema has a place for so many arguments without names, and for those with names."""
-    schema = op._schema.arguments
-    free = [each.name for each in schema if not each.kwarg_only]
-    left = {*free[args:], *(each.name for each in schema if each.kwarg_only)}
-    needed = {each.name for each in schema if not each.has_default_value()} & left
-    return args <= len(free) and needed <= set(names) <= left
 
 
 def longest_sum(device: torch.device) -> int | None:

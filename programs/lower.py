@@ -18,7 +18,7 @@ from torch import fx
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .cpu import CPU_KERNELS
 from .cuda import CUDA_KERNELS
-from .dynamo import op_name, region_of, takes, value_of
+from .dynamo import op_name, region_of, value_of
 from .join import arguments_of, join
 from .join_cache import join_cache
 from .join_gdn import join_gdn
@@ -85,12 +85,6 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
             raise TypeError(
                 f"Kernel({kernel.name}): supports returned {reason!r} for a call of {name}\n"
                 "    fix: return None for what it computes, else the reason why not, in a few words"
-            )
-        if reason is None and not takes(kernel.op, len(node.args), node.kwargs):
-            given = [*list(bound.signature.parameters)[: len(node.args)], *(f"{each}=" for each in node.kwargs)]
-            raise TypeError(
-                f"Kernel({kernel.name}): {kernel.op} does not take a call of {name}({', '.join(given)})\n"
-                "    fix: an op with these arguments, in this order"
             )
         if reason is None and not all(_goes_back(node, i, name) for i, name in enumerate(kernel.in_place, 1)):
             reason = "a result is not copied back, and it writes in place"
