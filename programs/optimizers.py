@@ -17,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OptState", "Optimizer", "copied", "made", "resumed", "state_of", "step"]
+__all__ = ["OptState", "Optimizer", "copied", "made", "state_of", "step"]
 
 # From (path, leaf) pairs to an optimiser of them: `functools.partial(torch.optim.AdamW, lr=1e-3)`.
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 OptState = dict[str, Any]
 
 
-def made(optimizer: Optimizer, leaves: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """The optimiser of these leaves. Raises `TypeError` and `ValueError` for what is none of them."""
+def made(optimizer: Optimizer, leaves: Mapping[str, Tensor], state: OptState | None = None) -> torch.optim.Optimizer:
+    """The optimiser of these leaves, in a state if one is given, whose tensors are then its own.
+
+    Raises `TypeError` and `ValueError` for what is no optimiser of these leaves, and for a state of others.
+    """
     fix = "\n    fix: functools.partial(torch.optim.AdamW, lr=1e-3)"
     if not callable(optimizer):
         kind = type(optimizer).__name__
@@ -48,13 +51,12 @@ def made(optimizer: Optimizer, leaves: Mapping[str, Tensor]) -> torch.optim.Opti
             f"train_step(optimizer=...): it {what}, of {len(leaves)} leaves that require a gradient\n"
             "    fix: requires_grad_(False) for what is not to be trained"
         )
+    if state is not None:
+        _enter(found, state, leaves)
     return found
 
 
-def resumed(factory: Optimizer, leaves: Mapping[str, Tensor], state: OptState) -> torch.optim.Optimizer:
-    """`made`, in a state whose tensors are then its own. Raises what it raises, and `ValueError` for a state of other
-    leaves."""
-    optimizer = made(factory, leaves)
+def _enter(optimizer: torch.optim.Optimizer, state: OptState, leaves: Mapping[str, Tensor]) -> None:
     fix = "    fix: opt_state = step.init(params)"
     if not isinstance(state, dict) or set(state) != {"state", "param_groups"}:
         raise ValueError(f"train_step: opt_state is a dict of state and param_groups, as init makes it\n{fix}")
@@ -68,7 +70,6 @@ def resumed(factory: Optimizer, leaves: Mapping[str, Tensor], state: OptState) -
         group.update({name: value for name, value in held.items() if name != "params"})
     for path, held in state["state"].items():
         optimizer.state[leaves[path]] = dict(held)
-    return optimizer
 
 
 def step(optimizer: torch.optim.Optimizer, leaves: Mapping[str, Tensor], grads: Sequence[Tensor]) -> OptState:

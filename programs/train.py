@@ -141,13 +141,13 @@ class TrainStep:
         Raises `ValueError` and `TypeError` before any work.
         """
         alias, trained = self._aliased(params)
-        read = read_batch(batch, params.embed.device, self.cfg.vocab_size)
+        read = read_batch(batch, params.embed.device)
         parts = list(split(read, self._microbatches))
-        optimizer = optimizers.resumed(self._optimizer, trained, opt_state)
+        optimizer = optimizers.made(self._optimizer, trained, opt_state)
         if not self._donate:
             params = _apart(params)
             alias, trained = self._aliased(params)
-            optimizer = optimizers.resumed(self._optimizer, trained, optimizers.copied(opt_state))
+            optimizer = optimizers.made(self._optimizer, trained, optimizers.copied(opt_state))
         tokens = (read["targets"] != IGNORE).sum()
         # What is ambient has no part in a step.
         with (

@@ -24,7 +24,7 @@ def model():
 
 
 def read(**given):
-    found = read_batch({"input_ids": IDS, **given}, CPU, vocab=97)
+    found = read_batch({"input_ids": IDS, **given}, CPU)
     positions = found["positions"]
     return found["targets"].tolist()[0], None if positions is None else positions.tolist()[0]
 
@@ -51,14 +51,6 @@ def test_targets_are_the_next_labels():
         ({"input_ids": IDS[0]}, r'batch\["input_ids"\]: B S is needed, not \(6,\)'),
         ({"input_ids": IDS.float()}, r'batch\["input_ids"\]: integers are needed, not torch.float32'),
         ({"input_ids": IDS, "labels": IDS[:, 1:]}, r'batch\["labels"\]: B S = \(1, 6\) is needed, not \(1, 5\)'),
-        (
-            {"input_ids": IDS + 90},
-            r'batch\["input_ids"\]: token id 97 at \[0, 2\] is outside the vocabulary of 97\n    fix: any id where',
-        ),
-        (
-            {"input_ids": IDS, "labels": IDS - 6},
-            r'batch\["labels"\]: token id -1 at \[0, 0\] is outside the vocabulary of 97\n    fix: loss_mask',
-        ),
         (
             {"input_ids": IDS, "position_ids": IDS},
             r'batch\["position_ids"\]: not known by this name\n    fix: positions',
@@ -118,8 +110,6 @@ def test_parameters_and_states_of_others(model):
         step(some, state, {"input_ids": IDS})
     with pytest.raises(ValueError, match="opt_state is a dict of state and param_groups"):
         step(model.params, {}, {"input_ids": IDS})
-    with pytest.raises(ValueError, match=r"opt_state is a dict of state .*\n    fix: opt_state = step.init"):
-        step(model.params, None, {"input_ids": IDS})
     with pytest.raises(ValueError, match="a training step has no cache"):
         programs.train_step(model.config, ADAM, with_cache, compile=False)(model.params, state, {"input_ids": IDS})
 
