@@ -91,17 +91,15 @@ PLANTED: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "a block too many to wait for": ("== gridDim.y - 1;", "== gridDim.y;", numbers),
     "one's own sums alone": ("mine += __ldcg(&here[y *", "mine += __ldcg(&here[blockIdx.y *", numbers),
     "sums in the order of arrival": ("__ldcg(&here[y *", "__ldcg(&here[(y + blockIdx.y) % gridDim.y *", orders),
-    "rows of weights as if contiguous": ("{s0, s1, s2, s3}}", "{width, width, width, width}}", numbers),
-    "rows of the residual as if contiguous": ("n * residual_stride + f", "n * outputs + f", numbers),
-    "rows of x as if contiguous": (
-        "        const Vec<T, VEC> part = part_of(x + n * x_stride, v, false);\n#pragma unroll\n"
-        "        for (int j = 0; j < VEC; j++) {\n",
-        "        const Vec<T, VEC> part = part_of(x + n * width, v, false);\n#pragma unroll\n"
-        "        for (int j = 0; j < VEC; j++) {\n",
+    "rows of weights as if contiguous": (
+        "{s0, s1, s2, s3, s4, s5}}",
+        "{width, width, width, width, width, width}}",
         numbers,
     ),
+    "rows of the residual as if contiguous": ("n * residual_stride + f", "n * outputs + f", numbers),
+    "rows of x as if contiguous": ("min(n, tokens - 1) * x_stride", "min(n, tokens - 1) * width", numbers),
     "sums of a warp left out": ("  if (lane == 0) {\n", "  if (lane == 0 && t < 96) {\n", numbers),
-    "weights fetched once": ("    fetch(from + AHEAD * THREADS);\n", "", rounds),
+    "weights fetched once": ("      fetch(a, v + AHEAD * THREADS);\n", "", rounds),
     "outputs beyond the last": ("if (n >= tokens || f >= outputs) return;", "if (n >= tokens) return;", overruns),
     "x before the kernel in front": (
         "  griddep_wait();\n",
