@@ -14,11 +14,19 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["functional_form"]
+__all__ = ["functional_form", "is_functional"]
+
+
+def is_functional() -> bool:
+    """Whether the innermost transform of `torch.func` that is under way makes a graph functional, as a region's is."""
+    from torch._C._functorch import TransformType, peek_interpreter_stack
+
+    innermost = peek_interpreter_stack()
+    return innermost is not None and innermost.key() == TransformType.Functionalize
 
 
 def functional_form(op: Callable[..., Any], signature: inspect.Signature, mutates: tuple[str, ...]) -> Any:
-    """What stands for a call of an op while it is made functional. op: an overload of one result, with a signature;
+    """What stands for a call of an op while it is made functional. op: an overload, with its signature;
     mutates: the arguments that it writes, in their order."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -32,11 +40,13 @@ def functional_form(op: Callable[..., Any], signature: inspect.Signature, mutate
         region: Any = FunctorchFunctionalizeAPI(retrieve_current_functorch_interpreter())  # type: ignore[arg-type]
         plain = {name: region.unwrap_tensors(x) if isinstance(x, Tensor) else x for name, x in given.items()}
         with region.redispatch_to_next(), CppFunctionalizeAPI().redispatch_to_next():
-            out, *written = auto_functionalized(op, **plain)  # type: ignore[arg-type]
+            made = auto_functionalized(op, **plain)  # type: ignore[arg-type]
+        out, written = made[: -len(mutates)], made[-len(mutates) :]
         for name, new in zip(mutates, written, strict=True):
             region.replace(given[name], new)
             region.commit_update(given[name])
             region.sync(given[name])
-        return region.wrap_tensors(out)
+        results = tuple(map(region.wrap_tensors, out))
+        return results[0] if len(results) == 1 else results
 
     return call

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..functional.primitive import NAMESPACE as PLAIN
-from .in_place import functional_form
+from .in_place import functional_form, is_functional
 from .launch import Launch
 
 __all__ = ["NAMESPACE", "OPS", "Op", "composite", "define", "in_place", "vector_length"]
@@ -90,6 +90,8 @@ def define(op: Op) -> Callable[..., Any]:
     signature = inspect.signature(op.reference)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_functional():  # no gradient is taken there, and torch has no rule for an `autograd.Function`
+            return opaque(*args, **kwargs)
         return function.apply(*signature.bind(*args, **kwargs).args, kwargs)
 
     return call

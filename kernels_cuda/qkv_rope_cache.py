@@ -21,7 +21,7 @@ from ..functional.cache import slot_positions, write_tokens
 from ..functional.primitive import primitive
 from ..functional.shapes import ShapeError, check_shapes
 from .launch import Launch
-from .ops import Op, composite, define
+from .ops import Op, in_place
 from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, check_dtype, dtype_rule
 
 __all__ = ["fused_qkv_rope_cache", "qkv_rope_cache", "supports"]
@@ -145,8 +145,8 @@ def _launches(
 
 
 primitive(qkv_rope_cache, mutates=("k_cache", "v_cache"))
-_op = define(Op("qkv_rope_write", qkv_rope_cache, _outputs, _launches, mutates=("k_cache", "v_cache")))
-fused_qkv_rope_cache = composite("qkv_rope_cache", _op)
+_op = Op("qkv_rope_write", qkv_rope_cache, _outputs, _launches, mutates=("k_cache", "v_cache"))
+fused_qkv_rope_cache = in_place("qkv_rope_cache", _op)
 
 
 def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
