@@ -19,10 +19,10 @@ __all__ = ["functional_form", "is_functional"]
 
 def is_functional() -> bool:
     """Whether the innermost transform of `torch.func` that is under way makes a graph functional, as a region's is."""
-    from torch._C._functorch import TransformType, peek_interpreter_stack
+    from torch._functorch.pyfunctorch import FunctionalizeInterpreter, retrieve_all_functorch_interpreters
 
-    innermost = peek_interpreter_stack()
-    return innermost is not None and innermost.key() == TransformType.Functionalize
+    under_way = retrieve_all_functorch_interpreters()
+    return bool(under_way) and isinstance(under_way[-1], FunctionalizeInterpreter)
 
 
 def functional_form(op: Callable[..., Any], signature: inspect.Signature, mutates: tuple[str, ...]) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from meshfn import functional as F
 from meshfn import programs
+from meshfn.functional import tree
 from meshfn.programs import dynamo
 from meshfn.programs import lower as lowering
 from meshfn.programs.cuda import CUDA_KERNELS
@@ -72,6 +73,23 @@ def test_the_norm_kernel_runs_in_prefill(as_planned):
     with torch.no_grad():
         logits = module(torch.arange(1, 15)[None]).logits[0, :-1].log_softmax(-1)
     torch.testing.assert_close(found, logits.gather(-1, torch.arange(2, 15)[:, None])[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_is_compiled_with_its_kernels(monkeypatch):
+    """Layers as regions of Inductor's: eager tokens, caches where they lie, every kernel called."""
+    torch.manual_seed(1)
+    model = ours(llama(heads=4, kv_heads=2))
+    eager = programs.build(model, batch=2, max_len=24, chunk=2, compile=False)
+    monkeypatch.setattr(lowering, "KERNELS", {**lowering.KERNELS, "cpu": as_on("sm_90")})
+    prompts = [[1, 2, 3], [5]]
+    with host_ops() as launches:
+        program = programs.build(model, batch=2, max_len=24, chunk=2)
+        places = [leaf.data_ptr() for cache in program.cache for leaf in tree.leaves(cache)]
+        found = program.generate(prompts, max_new_tokens=4)
+    assert found.tokens == eager.generate(prompts, max_new_tokens=4).tokens
+    assert places == [leaf.data_ptr() for cache in program.cache for leaf in tree.leaves(cache)]
+    named = {launch.source for launch in launches}
+    assert named == {"gemv.cu", "qkv_rope_cache.cu", "decode_attention.cu", "sample_advance.cu"}
 
 
 def test_through_the_compiler():
