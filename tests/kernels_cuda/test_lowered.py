@@ -15,6 +15,7 @@ from meshfn.programs.cuda import CUDA_KERNELS
 from meshfn.programs.lower import lower
 from meshfn.programs.sizes import Target
 
+from ..families import family
 from ..tiny import llama, ours
 from .ops import host_ops
 
@@ -90,6 +91,18 @@ def test_a_program_is_compiled_with_its_kernels(monkeypatch):
     assert places == [leaf.data_ptr() for cache in program.cache for leaf in tree.leaves(cache)]
     named = {launch.source for launch in launches}
     assert named == {"gemv.cu", "qkv_rope_cache.cu", "decode_attention.cu", "sample_advance.cu"}
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "qwen3_5", "kimi_linear"])
+def test_programs_of_every_kind_are_compiled_with_their_kernels(monkeypatch, name):
+    torch.manual_seed(1)
+    model = programs.load(family(name))
+    eager = programs.build(model, batch=2, max_len=24, chunk=4, compile=False)
+    monkeypatch.setattr(lowering, "KERNELS", {**lowering.KERNELS, "cpu": as_on("sm_90")})
+    with host_ops():
+        found = programs.build(model, batch=2, max_len=24, chunk=4).generate([[1, 2, 3], [5]], max_new_tokens=3)
+    assert found.tokens == eager.generate([[1, 2, 3], [5]], max_new_tokens=3).tokens
 
 
 def test_through_the_compiler():
