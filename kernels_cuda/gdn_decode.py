@@ -16,6 +16,7 @@ from torch import Tensor
 from ..functional import recurrence
 from ..functional.shapes import ShapeError, check_shapes
 from .device import COUNTERS, counters
+from .in_place import region_rule
 from .launch import Launch
 from .ops import Op, in_place, vector_length
 from .rules import CPP_TYPES, OLDEST, arch_rule, by_rows, dtype_rule
@@ -92,7 +93,7 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ShapeError(f"gdn_decode(v=...): H={heads} value heads do not divide over K={key_heads} key heads")
     if (count := given["dt_bias"].numel()) != decays:
         raise ShapeError(f"gdn_decode(dt_bias=...): {count} numbers, where a has {decays} decays")
-    if (reason := supports(given, f"sm_{OLDEST}")) is not None:
+    if (reason := _declines(given, f"sm_{OLDEST}")) is not None:
         raise ValueError(f"gdn_decode: {reason}\n    fix: functional.recurrence.gdn_step, the plain function")
 
 
@@ -168,12 +169,20 @@ gdn_step = in_place("gdn_step", Op("gdn_decode", _reference, _outputs, _launches
 
 
 def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
-    """Of a call of `gdn_step`: None where the kernel computes it, else the reason why not."""
+    """Of a call of `gdn_step` in a graph: None where the kernel computes it, else the reason why not."""
+    return region_rule() or _declines(arguments, arch)
+
+
+def _declines(arguments: Mapping[str, Any], arch: str | None) -> str | None:
     tokens = {name: arguments[name] for name in ("q", "k", "v", "z", "b", "a")}
     weights = {name: arguments[name] for name in ("q_conv", "k_conv", "v_conv", "a_log", "dt_bias", "o_norm")}
     states = {name: arguments[name] for name in STATES}
     plain = [weights[name] for name in ("q_conv", "k_conv", "v_conv", "o_norm")]
-    reason = arch_rule(arch) or dtype_rule(arguments["v"], *tokens.values(), *plain, *list(states.values())[:-1])
+    reason = (
+        arch_rule(arch)
+        or region_rule()
+        or dtype_rule(arguments["v"], *tokens.values(), *plain, *list(states.values())[:-1])
+    )
     reason = reason or dtype_rule(weights["a_log"], weights["dt_bias"])
     if reason is not None:
         return reason

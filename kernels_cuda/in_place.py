@@ -12,9 +12,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["functional_form", "is_functional"]
+__all__ = ["functional_form", "is_functional", "region_rule"]
+
+
+def region_rule() -> str | None:
+    """None where a region may write in place by an op of ours, else the reason why not: older releases of torch end in
+    an assertion of their own."""
+    version = torch.__version__.split("+")[0]
+    known = tuple(map(int, version.split(".")[:2])) >= (2, 13)
+    return None if known else f"torch {version} compiles no layer that writes in place, 2.13 does"
 
 
 def is_functional() -> bool:

@@ -20,6 +20,7 @@ from .. import functional as F
 from ..functional.cache import slot_positions, write_tokens
 from ..functional.primitive import primitive
 from ..functional.shapes import ShapeError, check_shapes
+from .in_place import region_rule
 from .launch import Launch
 from .ops import Op, in_place
 from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, check_dtype, dtype_rule
@@ -153,7 +154,7 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
     """Of a call of `qkv_rope_cache`: None where the kernel computes it, else the reason why not."""
     names = ("q", "k", "v", "cos", "sin", "q_norm", "k_norm", "k_cache", "v_cache")
     q, k, v, *beside = (arguments[name] for name in names)
-    if (reason := arch_rule(arch) or dtype_rule(q, k, v, *beside)) is not None:
+    if (reason := arch_rule(arch) or region_rule() or dtype_rule(q, k, v, *beside)) is not None:
         return reason
     if any(arguments[name].dtype != torch.int64 for name in ("positions", "slots")):
         return "positions that are no int64"

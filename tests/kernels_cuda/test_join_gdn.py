@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.functional.wire import identity
+from meshfn.kernels_cuda import KERNELS
 from meshfn.programs import dynamo
 from meshfn.programs.cuda import CUDA_KERNELS
 from meshfn.programs.kernel import Kernel
@@ -220,3 +221,13 @@ cache.k                                written by gdn_decode
 cache.v                                written by gdn_decode
 cache.state                            written by gdn_decode""",
         )
+
+
+def test_an_older_torch_gets_no_kernel_that_writes_in_place(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    for kernel in KERNELS:
+        if kernel.kernel in ("gdn_decode", "qkv_rope_cache"):
+            given = dict.fromkeys(
+                ("q", "k", "v", "cos", "sin", "q_norm", "k_norm", "k_cache", "v_cache"), torch.empty(1)
+            )
+            assert kernel.supports(given, "sm_90") == "torch 2.12.1 compiles no layer that writes in place, 2.13 does"
