@@ -16,6 +16,7 @@ from . import (
     gdn_decode,
     gemv,
     mla_decode,
+    peers,
     qkv_rope_cache,
     sample_advance,
     sample_options,
@@ -35,6 +36,7 @@ __all__ = [
     "Serves",
     "compile_kernel",
     "missing",
+    "peers",
     "sample_options",
 ]
 

@@ -16,6 +16,7 @@ from ..functional import tree
 from ..sharding import Event, Mesh, Trace
 from ..sharding.classes import Dry
 from .model import Model, count_text
+from .pair_sums import KERNEL, PairSums
 from .ranks import Ranks
 from .report import cache_text
 from .rows import size_text
@@ -29,7 +30,8 @@ __all__ = ["RankPlan", "make_rank_plan"]
 @dataclass(frozen=True)
 class RankPlan:
     """print(plan) is its text. weights, cache: bytes of this rank. phases: what a call of each sends, as a trace has
-    it, by name; none where experts are dealt out, of which only the router says who sends what."""
+    it, by name; none where experts are dealt out, of which only the router says who sends what. sums: who adds up over
+    tp, None where nobody does. carriers: who does so in each sum of a phase, where it is not always the library."""
 
     model: str
     mesh: str
@@ -41,6 +43,8 @@ class RankPlan:
     cache: int
     cache_text: str
     phases: Mapping[str, tuple[Event, ...]]
+    sums: str | None
+    carriers: Mapping[str, tuple[str, ...]]
 
     def bytes(self, phase: str) -> tuple[int, int]:
         """That a call of a phase sends and receives."""
@@ -57,36 +61,41 @@ class RankPlan:
             "  runs     eagerly",
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
+        lines += [] if self.sums is None else [f"  sums     {self.sums}"]
         lines += (
             [] if self.phases else ["  sends    what the choice of experts says, step by step; sharding.trace has it"]
         )
         for name, events in self.phases.items():
             found: dict[tuple[str, ...], list[int]] = {}
+            carriers = iter(self.carriers[name])
             for e in events:
                 if e.what == "launch":
-                    row = found.setdefault((e.kind, "/".join(e.axes), e.call.title), [0, 0, 0])
+                    carrier = next(carriers) if e.kind == "all-reduce" else ""
+                    row = found.setdefault((e.kind, "/".join(e.axes), e.call.title, carrier), [0, 0, 0])
                     row[:] = [row[0] + 1, row[1] + e.sent, row[2] + e.received]
             count, (sent, received) = sum(n for n, _, _ in found.values()), self.bytes(name)
             lines += ["", f"{name}   {count} exchanges, sends {size_text(sent)}, receives {size_text(received)}"]
             table = [
-                (kind, f"over {axes}", what, f"x{n}", size_text(s)) for (kind, axes, what), (n, s, _) in found.items()
+                (kind, f"over {axes}", what, f"x{n}", size_text(s), carrier)
+                for (kind, axes, what, carrier), (n, s, _) in found.items()
             ]
-            widths = [max(len(line[i]) for line in table) for i in range(5)] if table else []
+            widths = [max(len(line[i]) for line in table) for i in range(6)] if table else []
             for line in table:
                 cells = [
-                    cell.rjust(w) if i > 2 else cell.ljust(w)
+                    cell.rjust(w) if 2 < i < 5 else cell.ljust(w)
                     for i, (cell, w) in enumerate(zip(line, widths, strict=True))
                 ]
-                lines.append("  " + "  ".join(cells))
+                lines.append(("  " + "  ".join(cells)).rstrip())
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype) -> RankPlan:
+def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype, sums: PairSums) -> RankPlan:
     """model: the rank's own. sizes: of all ranks."""
     axes, rank, meta = ranks.mesh.axes, ranks.mesh.rank, torch.device("meta")
-    trace = Trace(Mesh(**dict(axes)).at(rank, Dry(axes, rank)))
+    reasons: list[str | None] = []
+    trace = Trace(Mesh(**dict(axes)).at(rank, sums.dry(Dry(axes, rank), reasons)))
     dry, own = Ranks(ranks.given, trace.mesh, ranks.layout, meta), ranks.sizes(sizes)
     fp32 = tree.fp32_paths(model.params)
     leaves = {
@@ -96,14 +105,16 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype)
     params: F.Decoder = tree.replace(model.params, leaves)
     caches = dry.caches(sizes, dtype)
     steps = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
-    part, phases = dry.vocabulary, {}
+    part, phases, carriers = dry.vocabulary, {}, {}
     for name in ("prefill", "decode") if not ranks.deals else ():
         trace.clear()
+        reasons.clear()
         _, *rest = own.idle(name, model.config, dtype, meta)
         state = State.empty(own.batch, part.stop - part.start, dtype, meta)
         with torch.no_grad():
             steps[name](*packed(params, caches), state, *rest)
         phases[name] = tuple(trace)
+        carriers[name] = tuple(_carrier(sums, reason) for reason in reasons)
     return RankPlan(
         model=model.name,
         mesh=str(ranks.mesh),
@@ -120,4 +131,13 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype)
         cache=sum(leaf.numel() * leaf.itemsize for each in caches for leaf in tree.leaves(each)),
         cache_text=cache_text(caches),
         phases=phases,
+        sums=str(sums) if sums.summed else None,
+        carriers=carriers,
     )
+
+
+def _carrier(sums: PairSums, reason: str | None) -> str:
+    """What makes a sum, where a plan's line for all of them does not say it."""
+    if isinstance(sums.link, str):
+        return ""
+    return KERNEL if reason is None else f"the library ({reason})"

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..sharding import Layout, Mesh
 from .asked import Asked, read_asked
 from .generate import now
 from .model import Model
+from .pair_sums import PairSums
 from .program import Program
 from .prompts import Prompts
 from .rank_plan import RankPlan, make_rank_plan
@@ -42,7 +44,8 @@ class RankProgram(Program):
     def __init__(
         self, model: Model, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, mesh: Mesh, layout: Layout
     ) -> None:
-        self.ranks = Ranks(model.config, mesh, layout, device)
+        self.sums = PairSums(mesh, layout, device, dtype)
+        self.ranks = Ranks(model.config, self.sums.mesh, layout, device)
         self._all = sizes
         own = dataclasses.replace(model, config=self.ranks.config, params=self.ranks.params(model.params))
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, (), False, False)
@@ -58,7 +61,7 @@ class RankProgram(Program):
 
     @property
     def plan(self) -> RankPlan:  # type: ignore[override]
-        return make_rank_plan(self.model, self.ranks, self._all, self.dtype)
+        return make_rank_plan(self.model, self.ranks, self._all, self.dtype, self.sums)
 
     def __repr__(self) -> str:
         return str(self.plan)
@@ -69,6 +72,23 @@ class RankProgram(Program):
             start = now(self.device)
             self._weights.allocate()
             self.build_seconds = now(self.device) - start
+
+    def close(self) -> None:
+        """As of any program; where ranks have mapped each other's memory (`plan.sums`), all of them close together."""
+        super().close()
+        self.sums.close(together=True)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:  # the others may not come
+            self.sums.close(together=False)
+        super().__exit__(kind, *rest)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with super()._alone():
+            yield
+            if not self._closed:
+                self.sums.check()  # before a caller sees a result
 
     def _caches(self) -> tuple[Cache, ...]:
         return self.ranks.caches(self._all, self.dtype)
