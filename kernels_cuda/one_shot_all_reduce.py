@@ -35,7 +35,7 @@ def rule(dtype: torch.dtype, numbers: int) -> str | None:
     if dtype not in CPP_TYPES:
         return f"no {str(dtype).removeprefix('torch.')}"
     size = numbers * dtype.itemsize
-    return None if size <= CAP_BYTES else f"{size / 2**20:,.1f} MiB, {CAP_BYTES / 2**20:g} at most"
+    return None if size <= CAP_BYTES else f"{size:,} bytes, {CAP_BYTES:,} at most"
 
 
 def failure(control: Tensor, limit_s: float) -> str | None:

@@ -105,6 +105,7 @@ class RankProgram(Program):
     def _prompts(self, *given: Any, **more: Any) -> Prompts:
         """This rank's. Raises on every rank where one was given others, or some that are refused."""
         try:
+            self.sums.check()
             found = super()._prompts(*given, **more)
         except Exception:
             self.ranks.agree("prompts", None)
@@ -115,6 +116,7 @@ class RankProgram(Program):
 
     def _asked(self, **given: Any) -> Asked:
         try:
+            self.sums.check()
             asked = read_asked(self.model, self.batch, super()._prompts, **given)
             self._check(asked)
         except Exception:

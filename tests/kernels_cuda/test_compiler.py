@@ -32,6 +32,8 @@ INSTANCES = (
     ("mla_decode.cu", "mla_decode<fp16, 8, 1, 5>"),
     ("sample_advance.cu", "sample_advance<bf16, 8>"),
     ("sample_options.cu", "sample_options<bf16, 512>"),
+    ("one_shot_all_reduce.cu", "one_shot_all_reduce<bf16, 512, 32, 32768>"),
+    ("one_shot_all_reduce.cu", "one_shot_all_reduce<float, 512, 32, 32768>"),
 )
 
 
@@ -63,7 +65,9 @@ values_out<bf16, 8, 8>                              148  150  154  149  146     
 mla_decode<bf16, 8, 2, 5>                           249  251  249  246  245     0 B
 mla_decode<fp16, 8, 1, 5>                           166  168  164  155  155     0 B
 sample_advance<bf16, 8>                              48   48   47   48   45    97 B
-sample_options<bf16, 512>                           102  102   98  100  100  17008 B""",
+sample_options<bf16, 512>                           102  102   98  100  100  17008 B
+one_shot_all_reduce<bf16, 512, 32, 32768>            39   39   40   42   48     0 B
+one_shot_all_reduce<float, 512, 32, 32768>           38   40   38   44   48     0 B""",
     )
 
 
@@ -89,6 +93,9 @@ def test_every_instance(dtype):
             made = compile_kernel("mla_decode.cu", f"mla_decode<{dtype}, {vector}, {tiles}, {steps}>", "sm_90")
             assert made.spilled_bytes == 0
         assert compile_kernel("sample_advance.cu", f"sample_advance<{dtype}, {vector}>", "sm_90").spilled_bytes == 0
+    one_shot = f"one_shot_all_reduce<{dtype}, 512, 32, 32768>"
+    made = [compile_kernel("one_shot_all_reduce.cu", one_shot, arch) for arch in ARCHITECTURES]
+    assert [m.spilled_bytes for m in made] == [0] * len(made)
     for threads in (128, 512):
         made = [compile_kernel("sample_options.cu", f"sample_options<{dtype}, {threads}>", a) for a in ARCHITECTURES]
         assert [m.spilled_bytes for m in made] == [0] * len(made)

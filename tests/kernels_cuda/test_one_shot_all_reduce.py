@@ -202,10 +202,12 @@ def test_bad_arguments():
         with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
             OP.run(lambda launch: None, *args)
         lines.append(str(error.value))
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 one_shot_all_reduce(x=...): no float64
     fix: the all-reduce of torch.distributed
-one_shot_all_reduce(x=...): 1.0 MiB, 1 at most
+one_shot_all_reduce(x=...): 1,048,580 bytes, 1,048,576 at most
     fix: the all-reduce of torch.distributed
 one_shot_all_reduce(x=...): (2, 2) with strides (2, 1), and one row without gaps is needed
     fix: x.contiguous().view(-1)
@@ -214,4 +216,5 @@ one_shot_all_reduce(x=...): (2,) with strides (2,), and one row without gaps is 
 one_shot_all_reduce(rank=2): 0 or 1
 one_shot_all_reduce(control=...): it is on meta, and x on cpu
 one_shot_all_reduce(x=...): it needs a gradient, and control is written in place
-    fix: torch.no_grad(), or the plain function to train""")
+    fix: torch.no_grad(), or the plain function to train""",
+    )

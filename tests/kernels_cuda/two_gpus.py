@@ -21,7 +21,7 @@ from meshfn.kernels_cuda.one_shot_all_reduce import EXCHANGE_BYTES, control_for
 from meshfn.kernels_cuda.peers import WORD_BYTES, Place
 from torch import Tensor
 
-from .harness import Device, Host
+from .harness import FOREVER, Device, Host
 
 __all__ = ["Ends", "FakeMemory", "TwoGpus", "tell_of"]
 
@@ -56,7 +56,7 @@ def tell_of(at: sh.Mesh) -> Callable[[bytes], list[bytes]]:
 
 
 class TwoGpus:
-    """Those of each pair over tp. sleeps: of each rank's launch, by how many there were. live: allocations, and how
+    """Those of each pair over tp. sleeps: of each rank's launch, by how many there were; forever is until the peer's has ended. live: allocations, and how
     often each is mapped."""
 
     def __init__(self, host: Host | None = None) -> None:
@@ -66,11 +66,17 @@ class TwoGpus:
         self.sleeps: Callable[[int, int], tuple[int, int]] = lambda rank, number: (0, 0)
         self._tensors: dict[int, Tensor] = {}
         self._waiting: dict[frozenset[int], dict[int, Launch]] = {}
-        self._meet: dict[int, Callable[[bytes], Any]] = {}
+        self._meet: dict[int, Callable[[bytes], Any]] = {}  # by thread
+        self._memory: dict[int, FakeMemory] = {}
 
     def of(self, at: sh.Mesh) -> FakeMemory:
+        """The memory of a rank, whose thread asks for it; `mine` is it from there on."""
         self._meet[threading.get_ident()] = tell_of(at)
-        return FakeMemory(self, at.rank)
+        made = self._memory[threading.get_ident()] = FakeMemory(self, at.rank)
+        return made
+
+    def mine(self, device: torch.device) -> FakeMemory:
+        return self._memory[threading.get_ident()]
 
     def __call__(self, launch: Launch) -> None:
         pair = frozenset(arg.address for arg in launch.args if isinstance(arg, Mapped))
@@ -85,7 +91,11 @@ class TwoGpus:
         number = len(self.launches) // 2
         self.launches += both
         sleeps = [self.sleeps(rank, number) for rank in range(2)]
-        self.host.together([Device([launch], each) for launch, each in zip(both, sleeps, strict=True)])
+        devices = [Device([launch], each) for launch, each in zip(both, sleeps, strict=True)]
+        self.host.together(devices)
+        for device in devices:
+            if device.sleeps == (0, FOREVER):  # it comes when the other has gone
+                self.host.together([Device(device.launches)])
 
 
 class FakeMemory:

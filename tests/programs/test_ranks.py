@@ -259,6 +259,7 @@ program tiny   float64   batch 3   max_len 40   chunk 4
   cache    9.9 KiB on this rank, 1 x (k 2 65 1 4, v 2 65 1 4); 1 x (k 2 7 2 4, v 2 7 2 4)
   runs     eagerly
   choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more
+  sums     over tp by the library's all-reduce (one_shot_all_reduce: no float64)
 
 prefill   6 exchanges, sends 3.2 KiB, receives 3.2 KiB
   all-reduce  over tp  embedded  x1    640 B
