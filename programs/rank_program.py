@@ -45,7 +45,8 @@ class RankProgram(Program):
         self, model: Model, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, mesh: Mesh, layout: Layout
     ) -> None:
         self.sums = PairSums(mesh, layout, device, dtype)
-        self.ranks = Ranks(model.config, self.sums.mesh, layout, device)
+        mesh = self.sums.mesh
+        self.ranks = Ranks(model.config, mesh, layout, device)
         self._all = sizes
         own = dataclasses.replace(model, config=self.ranks.config, params=self.ranks.params(model.params))
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, (), False, False)
@@ -78,10 +79,10 @@ class RankProgram(Program):
         super().close()
         self.sums.close(together=True)
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:  # the others may not come
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:  # the others may not come
             self.sums.close(together=False)
-        super().__exit__(kind, *rest)
+        super().__exit__(*error)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
