@@ -52,8 +52,8 @@ def figures(limit: float) -> Iterator[dict[str, Any]]:
         for rank, process in enumerate(processes):
             rest = process.communicate()[0]
             if process.returncode:
-                said = (rest or last).strip().splitlines()[-1:]
-                yield {"kernel": KERNEL, "failed": f"rank {rank} ended with {process.returncode} / {''.join(said)}"}
+                said = [f"rank {rank} ended with {process.returncode}", *(rest or last).strip().splitlines()[-1:]]
+                yield {"kernel": KERNEL, "failed": " / ".join(said)}
         stop.cancel()
 
 

@@ -56,13 +56,13 @@ def test_what_two_processes_say(scripts, monkeypatch, tmp_path):
         """\
 one_shot_all_reduce     4,096 bytes     5.00 us     0.8 GB/s each way  NCCL   12.50 us  error 0.0e+00
 one_shot_all_reduce FAILED  rank 1 ended with 1 / a rank failed
-one_shot_all_reduce FAILED  rank 0 ended with -9 / 
-one_shot_all_reduce FAILED  rank 1 ended with -9 / """,
+one_shot_all_reduce FAILED  rank 0 ended with -9
+one_shot_all_reduce FAILED  rank 1 ended with -9""",
     )
 
 
 def test_figures_of_two_ranks(scripts, monkeypatch):
-    two, gpu = scripts
+    two, _ = scripts
     monkeypatch.setattr(two, "NUMBERS", (5, 4097))
     gpus = TwoGpus()
 
