@@ -78,8 +78,8 @@ class Link:
         self._outbox: int | None = None
 
     def sum(self, x: Tensor) -> Tensor:
-        """x `N` of both ranks added up, which both call; of `CAP_BYTES` at most. Until `failure` says that nothing
-        went wrong, it may be NaN."""
+        """x `N` of both ranks added up, `CAP_BYTES` at most. Both ranks make the same calls in one order, each on one
+        stream, or on streams that wait for each other. Until `failure` says that nothing went wrong, it may be NaN."""
         if self._inbox is None or self._outbox is None:
             raise RuntimeError("this link is closed\n    fix: connect again, on both ranks")
         limit = int(self.limit_s * 1e9)

@@ -80,6 +80,19 @@ def test_a_late_peer():
     check(run(Ends(), calls, sleeps=((0, 0), (0, 900))), calls)
 
 
+def test_a_captured_graph_sends_a_new_message_at_each_replay():
+    """The same launches again, over numbers that have changed: what counts lies on the device."""
+    ends = Ends()
+    x, y = (torch.zeros(700) for _ in range(2))
+    made = [[ends.call(rank, each) for _ in range(2)] for rank, each in enumerate((x, y))]
+    for _ in range(3):
+        for each in (x, y):
+            each.copy_(torch.randn(700))
+        Host().together([Device([launch for _, launch in of]) for of in made])
+        check([[out for out, _ in of] for of in made], [(x, y)] * 2)
+    assert ends.control[0][0] == 6
+
+
 def gone(folder=KERNELS):
     """A peer that comes after the limit, twice: it gets the first sum, which is right, and never a second."""
     ends, calls = Ends(), [(payload(9001, torch.bfloat16), payload(9001, torch.bfloat16)) for _ in range(4)]

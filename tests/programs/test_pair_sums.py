@@ -115,6 +115,33 @@ decode   6 exchanges, sends 636 B, receives 636 B
     )
 
 
+def test_what_is_left_to_the_library(run):
+    """Sum by sum, of a rank that is linked."""
+
+    def body(program, at):
+        x, call = torch.zeros(9), sh.Call("B +tp -> B")
+        cases = [
+            (x, ("tp",), call),
+            (x.double(), ("tp",), call),
+            (torch.zeros(2**18 + 1), ("tp",), call),
+            (x, ("dp",), call),
+            (x, ("dp", "tp"), call),
+            (x, ("tp",), call._replace(grad=True)),
+            (x, ("tp",), call._replace(backward=True)),
+        ]
+        return [program.sums.reason(*case) for case in cases]
+
+    for reasons in run(body, {"dp": 2, "tp": 2}, gpus=TwoGpus()):
+        assert_expected_inline("\n".join(map(str, reasons)), """\
+None
+no float64
+1,048,580 bytes, 1,048,576 at most
+over dp
+over dp/tp
+it has a gradient
+it has a gradient""")
+
+
 def test_a_sum_beyond_the_cap_is_the_librarys(run, monkeypatch):
     """Of a prefill, where those of decode are the kernel's."""
 

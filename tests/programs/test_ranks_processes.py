@@ -6,17 +6,20 @@ Functions above a test without `test_` in their name are its scenario, which eve
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from meshfn import programs
 from meshfn import sharding as sh
+from meshfn.programs import pair_sums
 
+from ..kernels_cuda.two_gpus import FakeMemory, TwoGpus
 from ..sharding import gloo
 from . import test_ranks as ranks
 
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [tokens, differing])
+    return gloo.run(4, [tokens, differing, refused])
 
 
 def tokens():
@@ -55,3 +58,26 @@ def test_ranks_that_are_told_different_things(four):
     for said, lengths in four["differing"]:
         assert "max_new_tokens: rank 3 was told otherwise than rank 0" in said
         assert lengths == [5] * 3
+
+
+def refused():
+    """What a plan says of sums over tp where every second rank has no memory to share, and what is left of the others'."""
+    layout, _, parts = ranks.CASES[0]
+    of, gpus, rank = ranks.made(parts), TwoGpus(), dist.get_rank()
+
+    def memory_of(device):
+        if rank % 2:
+            raise RuntimeError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        return FakeMemory(gpus, rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair_sums, "place_rule", lambda device: None)
+        patch.setattr(pair_sums, "memory_of", memory_of)
+        program = programs.build(of, mesh=gloo.mesh_of(dp=2, tp=2), layout=layout, batch=2, dtype=torch.float32)
+    return program.plan.sums, gpus.live
+
+
+def test_two_ranks_link_or_neither_does(four):
+    why = "rank 1 of the pair: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"
+    line = f"over tp by the library's all-reduce (one_shot_all_reduce: {why})"
+    assert four["refused"] == [(line, {})] * 4
