@@ -20,7 +20,7 @@ from ..sharding.processes import time_limit
 from ..sharding.transport import Done, Transport, Work
 from .rows import size_text
 
-__all__ = ["AXIS", "KERNEL", "PairSums"]
+__all__ = ["AXIS", "KERNEL", "PairSums", "Planned"]
 
 KERNEL, AXIS = "one_shot_all_reduce", "tp"
 # Of a wait, where a transport has no limit of its own.
@@ -83,9 +83,9 @@ class PairSums:
             return "it has a gradient"
         return rule(x.dtype, x.numel())
 
-    def dry(self, inner: Transport, reasons: list[str | None]) -> Transport:
-        """What a plan takes in place of this one: `inner`; why not the kernel, sum by sum, goes into `reasons`."""
-        return _Dry(inner, self, reasons)
+    def dry(self, inner: Transport) -> Planned:
+        """What a plan takes in place of this rank's transport: `inner`, with a note of who would make each sum."""
+        return Planned(inner, self)
 
     def check(self) -> None:
         """Raise `TransportError` where a sum since the program was built is none. Waits for the device."""
@@ -146,11 +146,18 @@ class _Summing:
         return self._inner.all_reduce(x, axes, call)
 
 
-class _Dry(_Summing):
-    def __init__(self, inner: Transport, sums: PairSums, reasons: list[str | None]) -> None:
+class Planned(_Summing):
+    """A transport that hands everything on."""
+
+    def __init__(self, inner: Transport, sums: PairSums) -> None:
         super().__init__(inner, sums)
-        self._reasons = reasons
+        self._taken: list[str] = []
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], call: sh.Call) -> Work:
-        self._reasons.append(self._sums.reason(x, axes, call))
+        self._taken.append(KERNEL if self._sums.reason(x, axes, call) is None else "all-reduce")
         return self._inner.all_reduce(x, axes, call)
+
+    def taken(self) -> tuple[str, ...]:
+        """Who would have made each sum since this was last asked, the kernel or the library's all-reduce."""
+        found, self._taken = tuple(self._taken), []
+        return found

@@ -16,7 +16,7 @@ from ..functional import tree
 from ..sharding import Event, Mesh, Trace
 from ..sharding.classes import Dry
 from .model import Model, count_text
-from .pair_sums import KERNEL, PairSums
+from .pair_sums import PairSums
 from .ranks import Ranks
 from .report import cache_text
 from .rows import size_text
@@ -30,8 +30,7 @@ __all__ = ["RankPlan", "make_rank_plan"]
 @dataclass(frozen=True)
 class RankPlan:
     """print(plan) is its text. weights, cache: bytes of this rank. phases: what a call of each sends, as a trace has
-    it, by name; none where experts are dealt out, of which only the router says who sends what. sums: who adds up over
-    tp, None where nobody does. carriers: who does so in each sum of a phase, where it is not always the library."""
+    it, by name; none where experts are dealt out, of which only the router says who sends what."""
 
     model: str
     mesh: str
@@ -43,8 +42,9 @@ class RankPlan:
     cache: int
     cache_text: str
     phases: Mapping[str, tuple[Event, ...]]
+    # Who adds up over tp, None where nobody does; and by what, sum by sum of a phase.
     sums: str | None
-    carriers: Mapping[str, tuple[str, ...]]
+    summed_by: Mapping[str, tuple[str, ...]]
 
     def bytes(self, phase: str) -> tuple[int, int]:
         """That a call of a phase sends and receives."""
@@ -67,25 +67,24 @@ class RankPlan:
         )
         for name, events in self.phases.items():
             found: dict[tuple[str, ...], list[int]] = {}
-            carriers = iter(self.carriers[name])
+            by = iter(self.summed_by[name])
             for e in events:
                 if e.what == "launch":
-                    carrier = next(carriers) if e.kind == "all-reduce" else ""
-                    row = found.setdefault((e.kind, "/".join(e.axes), e.call.title, carrier), [0, 0, 0])
+                    kind = next(by) if e.kind == "all-reduce" else e.kind
+                    row = found.setdefault((kind, "/".join(e.axes), e.call.title), [0, 0, 0])
                     row[:] = [row[0] + 1, row[1] + e.sent, row[2] + e.received]
             count, (sent, received) = sum(n for n, _, _ in found.values()), self.bytes(name)
             lines += ["", f"{name}   {count} exchanges, sends {size_text(sent)}, receives {size_text(received)}"]
             table = [
-                (kind, f"over {axes}", what, f"x{n}", size_text(s), carrier)
-                for (kind, axes, what, carrier), (n, s, _) in found.items()
+                (kind, f"over {axes}", what, f"x{n}", size_text(s)) for (kind, axes, what), (n, s, _) in found.items()
             ]
-            widths = [max(len(line[i]) for line in table) for i in range(6)] if table else []
+            widths = [max(len(line[i]) for line in table) for i in range(5)] if table else []
             for line in table:
                 cells = [
-                    cell.rjust(w) if 2 < i < 5 else cell.ljust(w)
+                    cell.rjust(w) if i > 2 else cell.ljust(w)
                     for i, (cell, w) in enumerate(zip(line, widths, strict=True))
                 ]
-                lines.append(("  " + "  ".join(cells)).rstrip())
+                lines.append("  " + "  ".join(cells))
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -94,8 +93,8 @@ class RankPlan:
 def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype, sums: PairSums) -> RankPlan:
     """model: the rank's own. sizes: of all ranks."""
     axes, rank, meta = ranks.mesh.axes, ranks.mesh.rank, torch.device("meta")
-    reasons: list[str | None] = []
-    trace = Trace(Mesh(**dict(axes)).at(rank, sums.dry(Dry(axes, rank), reasons)))
+    transport = sums.dry(Dry(axes, rank))
+    trace = Trace(Mesh(**dict(axes)).at(rank, transport))
     dry, own = Ranks(ranks.given, trace.mesh, ranks.layout, meta), ranks.sizes(sizes)
     fp32 = tree.fp32_paths(model.params)
     leaves = {
@@ -105,16 +104,15 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype,
     params: F.Decoder = tree.replace(model.params, leaves)
     caches = dry.caches(sizes, dtype)
     steps = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
-    part, phases, carriers = dry.vocabulary, {}, {}
+    part, phases, summed_by = dry.vocabulary, {}, {}
     for name in ("prefill", "decode") if not ranks.deals else ():
         trace.clear()
-        reasons.clear()
         _, *rest = own.idle(name, model.config, dtype, meta)
         state = State.empty(own.batch, part.stop - part.start, dtype, meta)
         with torch.no_grad():
             steps[name](*packed(params, caches), state, *rest)
         phases[name] = tuple(trace)
-        carriers[name] = tuple(_carrier(sums, reason) for reason in reasons)
+        summed_by[name] = transport.taken()
     return RankPlan(
         model=model.name,
         mesh=str(ranks.mesh),
@@ -132,12 +130,5 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype,
         cache_text=cache_text(caches),
         phases=phases,
         sums=str(sums) if sums.summed else None,
-        carriers=carriers,
+        summed_by=summed_by,
     )
-
-
-def _carrier(sums: PairSums, reason: str | None) -> str:
-    """What makes a sum, where a plan's line for all of them does not say it."""
-    if isinstance(sums.link, str):
-        return ""
-    return KERNEL if reason is None else f"the library ({reason})"
