@@ -46,7 +46,7 @@ class PairSums:
 
     def _refused(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """What all ranks know without a word."""
-        if len(self.members) != 2:
+        if len(self.members) != 2 or not self.summed:
             return f"{AXIS}={len(self.members)}, only 2"
         if getattr(self._given.transport, "check", False):
             return "the transport checks each of its own calls"
