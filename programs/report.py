@@ -16,6 +16,7 @@ from ..functional.cache import Cache
 from ..functional.mla import is_absorbed
 from ..kernels_cuda import sample_options
 from . import dynamo
+from .beside import beside_text
 from .graph import Graph, LeafPaths, shape_text
 from .kernel import Kernel
 from .launches import launch_notes
@@ -156,6 +157,8 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         blocks = tuple(Reader(graph, target, tuple(kernels), compiled).blocks())
         left = lower(graph.module, target, tuple(kernels))
         notes = *_ways(model.config, sizes, length, target.dtype), *launch_notes(graph, target, kernels)
+        if any(row.kernel == "one_product" for block in blocks for row in block.rows):
+            notes = *notes, beside_text(model.params, moved)
         phases[name] = PhasePlan(name, header, notes, blocks, left, graph)
     return Plan(
         model=model.name,
