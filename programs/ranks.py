@@ -111,7 +111,7 @@ class Ranks:
     def seam(self, params: Any, caches: Any) -> Seam:
         """params, caches: the structures of trees that steps take packed."""
 
-        def layer(core: Any) -> Any:
+        def layer(cfg: F.DecoderConfig, core: Any) -> Any:
             def run(params: Any, x: Tensor, cfg: F.LayerConfig, *, cache: Any, **given: Any) -> Any:
                 x, new = F.layer(params, x, cfg, cache=cache, **given)
                 for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):
