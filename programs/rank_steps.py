@@ -20,7 +20,7 @@ from ..sharding.wires import LayoutWire
 from .ranks import Ranks
 from .steps import Seam, donating_layer
 
-__all__ = ["why_eager", "compiled_seam"]
+__all__ = ["compiled_seam", "why_eager"]
 
 
 def why_eager(ranks: Ranks) -> str | None:

@@ -89,14 +89,15 @@ def _port(key: int) -> Port:
 
 
 _library = torch.library.Library("meshfn_wire", "DEF")
-_library.define("exchange(Tensor[] xs, int key, str name) -> Tensor[]")
+# after: of the exchange that all ranks make before this one; only that it is read counts.
+_library.define("exchange(Tensor[] xs, int key, str name, Tensor? after=None) -> Tensor[]")
 
 
-def _run(xs: Sequence[Tensor], key: int, name: str) -> list[Tensor]:
+def _run(xs: Sequence[Tensor], key: int, name: str, after: Tensor | None = None) -> list[Tensor]:
     return _port(key).run(xs, name)
 
 
-def _like(xs: Sequence[Tensor], key: int, name: str) -> list[Tensor]:
+def _like(xs: Sequence[Tensor], key: int, name: str, after: Tensor | None = None) -> list[Tensor]:
     return _port(key).run(xs, name, dry=True)
 
 

@@ -149,7 +149,7 @@ def _misfit(
 def call_of(xs: Sequence[Tensor], pair: str, edges: tuple[str, ...] = ()) -> Call:
     """What an exchange is for."""
     if torch.compiler.is_compiling():
-        return Call(pair)
+        return Call(pair, edges=edges)
     return Call(pair, site(), grad=torch.is_grad_enabled() and any(x.requires_grad for x in xs), edges=edges)
 
 
