@@ -137,10 +137,12 @@ def _build_rank(
     ranks.agree("build", {"model.config": model.config, "batch, max_len or chunk": sizes, "dtype": kind,
                           "layout": layout.chains, "mesh": mesh.axes,
                           "compile, strict or kernels": (why_eager is None, strict, names)})  # fmt: skip
-    program = RankProgram(
-        model, sizes, ranks.device, kind, tuple(kernels), strict, why_eager, mesh=mesh, layout=layout
-    )
-    program.warm_up()
+    program = RankProgram(model, sizes, ranks.device, kind, tuple(kernels), strict, why_eager, mesh=mesh, layout=layout)
+    try:
+        program.warm_up()
+    except Exception:
+        program.close()
+        raise
     return program
 
 

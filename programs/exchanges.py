@@ -1,5 +1,5 @@
-"""The exchanges in a graph: all ranks must make them in one order, and a compiler is free to change it where they depend
-on nothing of each other. So each that does not is made to read the one before.
+"""The exchanges in a graph: all ranks must make them in one order, and a compiler is free to change that where they do
+not depend on each other. So each that does not is made to read what the one before it gave.
 """
 
 from __future__ import annotations

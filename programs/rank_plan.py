@@ -6,8 +6,9 @@ compiled, their graphs are read. So a plan cannot differ from what runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,7 +32,7 @@ __all__ = ["RankPlan", "make_rank_plan"]
 class RankPlan:
     """print(plan) is its text. weights, cache: bytes of this rank. phases: what a call of each sends, as a trace has
     it, by name; none where experts are dealt out, of which only the router says who sends what. why_eager: None where
-    steps are compiled; then steps has a plan of each, node by node."""
+    steps are compiled; then `steps` has a plan of each, node by node, which is traced when it is asked for."""
 
     model: str
     mesh: str
@@ -44,7 +45,11 @@ class RankPlan:
     cache_text: str
     phases: Mapping[str, tuple[Event, ...]]
     why_eager: str | None
-    steps: Mapping[str, PhasePlan]
+    trace: Callable[[], Mapping[str, PhasePlan]] = field(compare=False)
+
+    @functools.cached_property
+    def steps(self) -> Mapping[str, PhasePlan]:
+        return self.trace() if self.why_eager is None else {}
 
     def bytes(self, phase: str) -> tuple[int, int]:
         """That a call of a phase sends and receives."""
@@ -58,8 +63,7 @@ class RankPlan:
             f"  layout   {self.layout}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank",
             f"  cache    {size_text(self.cache)} on this rank, {self.cache_text}",
-            "  runs     "
-            + ("compiled, one graph a step" if self.why_eager is None else f"eagerly: {self.why_eager}"),
+            "  runs     " + ("compiled, one graph a step" if self.why_eager is None else f"eagerly: {self.why_eager}"),
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
         lines += (
@@ -85,7 +89,8 @@ class RankPlan:
                 lines.append("  " + "  ".join(cells))
             if name in self.steps:
                 step = self.steps[name]
-                lines += ["", f"{name} of this rank   {step.header}", *(f"  {note}" for note in step.notes), *step.lines()]
+                lines += ["", f"{name} of this rank   {step.header}"]
+                lines += [*(f"  {note}" for note in step.notes), *step.lines()]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -102,18 +107,23 @@ def make_rank_plan(
     caches = dry.caches(sizes, dtype)
     inputs = {name: dry.idle(own.idle(name, model.config, dtype, "meta"), dtype) for name in ("prefill", "decode")}
     eager = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
-    phases, steps = {}, {}
+    phases = {}
     for name in inputs if not ranks.deals else ():
         trace.clear()
         with torch.no_grad():
             eager[name](*packed(params, caches), *inputs[name])
         phases[name] = tuple(trace)
-    if why_eager is None:
+
+    def traced() -> dict[str, PhasePlan]:
         port = Port(trace.mesh)
         compiled = make_steps(model.config, compiled_seam(dry, port.mesh, own.chunk))
-        for name, given in inputs.items():
-            steps[name] = phase_plan(name, compiled[name], params, caches, given, own, target, kernels)
+        found = {
+            name: phase_plan(name, compiled[name], params, caches, given, own, target, kernels)
+            for name, given in inputs.items()
+        }
         port.close()
+        return found
+
     leaves = tree.leaves(params)
     return RankPlan(
         model=model.name,
@@ -132,5 +142,5 @@ def make_rank_plan(
         cache_text=cache_text(caches),
         phases=phases,
         why_eager=why_eager,
-        steps=steps,
+        trace=traced,
     )

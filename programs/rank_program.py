@@ -41,7 +41,7 @@ __all__ = ["RankProgram"]
 
 
 class RankProgram(Program):
-    """A rank's own. params: its shards; may be set to others, or to a whole model's. why_eager: None where its steps are
+    """A rank's own. params: its shards; may be set to others, or to a whole model's. why_eager: None where it is
     compiled."""
 
     def __init__(
@@ -105,7 +105,8 @@ class RankProgram(Program):
         if self._port is None:
             return
         try:
-            if self.strict and (left := [f"{p.name} {line}" for p in phases for line in self.planned_left(p.name) or ()]):
+            left = [f"{phase.name} {line}" for phase in phases for line in self.planned_left(phase.name) or ()]
+            if self.strict and left:
                 raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
             with self._port.silent():
                 for phase in phases:

@@ -124,9 +124,9 @@ def _strides_key(*tensors: Tensor) -> int:
 class Seam(NamedTuple):
     """How the steps of a rank among several reach the others; without one, a rank is alone.
 
-    layer: from a config and a core to what computes a layer and writes its cache. backbone: `F.backbone`, of packed parameters and
-    caches, behind a layout. choose: `F.sample_advance` of the logits that a rank has. logprob: of targets `B C`, by
-    logits `B C Z`."""
+    layer: from a config and a core to what computes a layer and writes its cache. backbone: `F.backbone`, of packed
+    parameters and caches, behind a layout. choose: `F.sample_advance` of the logits that a rank has. logprob: of
+    targets `B C`, by logits `B C Z`."""
 
     layer: Callable[..., Any]
     backbone: Callable[..., Any]
