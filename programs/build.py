@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import kernels_cuda
 from ..sharding import Layout, Mesh
 from . import dynamo
 from .kernel import Kernel
@@ -65,6 +66,8 @@ def build(
     if problem is not None:
         warnings.warn(f"build: {problem}; this program runs eagerly, as with compile=False", stacklevel=2)
         compile = False
+    if compile and place.type == "cuda" and (absent := kernels_cuda.missing()) is not None:
+        warnings.warn(f"build: no kernels for a GPU are in this program: {absent}", stacklevel=2)
     longest = dynamo.longest_sum(place) if compile else None
     if longest is not None and sizes.slots - 1 > longest:
         raise ValueError(
