@@ -232,7 +232,9 @@ def test_options_and_sizes_that_a_kernel_has_not():
         told("gdn_decode", v=randn(3, 2, 4, 5)),
         told("sample", logits=randn(3, 0)),
     ]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 gemv(end='sum'): it is none of 'plain', 'act', 'gated', 'residual'
 gemv(activation='tanh'): it is none of None, 'silu', 'gelu', 'gelu_pytorch_tanh', 'relu2'
 gemv(activation='silu'): end='plain' has no activation
@@ -259,7 +261,8 @@ qkv_rope_cache(ring=...): a positive integer is needed, not 0
 gdn_decode(activation='tanh'): it is none of 'silu', 'gelu', 'gelu_pytorch_tanh', 'relu2'
 gdn_decode(gate_act='gelu'): it is none of 'silu', 'sigmoid'
 gdn_decode(v=...): S is 1 in q but 2 in v
-sample_advance(logits=...): Z is 0, and the kernel takes 1 to 1073741824""")
+sample_advance(logits=...): Z is 0, and the kernel takes 1 to 1073741824""",
+    )
 
 
 @torch.no_grad()
@@ -285,7 +288,9 @@ def test_what_a_primitive_has_and_its_kernel_has_not_is_not_left_out():
             call()
         assert launches == []
         messages.append(str(error.value).splitlines()[0])
-    assert_expected_inline("\n".join(messages), """\
+    assert_expected_inline(
+        "\n".join(messages),
+        """\
 gemv(norm_type='layer_norm'): the kernel has rms_norm alone
 gemv(norm_bias=...): the kernel has none
 gemv(biases=...): 0 for 1 weights
@@ -295,7 +300,8 @@ decode_attention(mask=...): the kernel has none
 decode_attention(kv_index=...): the kernel has none
 mla_decode(q=...): S is 1 in the config but 2 in q
 mla_decode(mask=...): the kernel has none
-mla_decode(k_positions=None): the kernel needs both positions""")
+mla_decode(k_positions=None): the kernel needs both positions""",
+    )
 
 
 def _attention_qkv() -> list[torch.Tensor]:
@@ -308,9 +314,12 @@ def test_more_blocks_than_a_gpu_takes():
     given = {"logits": rows, "positions": rows[:, 0].long(), "eos_token_id": torch.tensor([1])}
     with pytest.raises(ShapeError) as error:
         OPS["sample"].run(HOST, **given)
-    assert_expected_inline(str(error.value), """\
+    assert_expected_inline(
+        str(error.value),
+        """\
 sample(logits=...): a launch of 1 x 70000 x 1 blocks, and a GPU takes 2147483647 x 65535 x 65535
-    fix: fewer rows a call""")
+    fix: fewer rows a call""",
+    )
 
 
 def test_an_older_architecture_is_refused_before_it_is_compiled(monkeypatch):
@@ -346,16 +355,22 @@ def test_what_is_needed_to_compile_is_not_here(monkeypatch, tmp_path):
             ):
                 compile_kernel("gemv.cu", "gemv<float>", "sm_90", cache=tmp_path)
     assert (target.arch, target.compiled_for) == ("sm_90", None)
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 NVRTC is not here (import of cuda.core halted; None in sys.modules)
 NVRTC is not here (Failure finding libnvrtc.so)
-NVRTC is not here (no cuda_bf16.h among the installed wheels)""")
+NVRTC is not here (no cuda_bf16.h among the installed wheels)""",
+    )
 
 
 def test_tensors_that_are_on_no_gpu():
     """The tests carry ops out on a CPU; what a user gets is what they override."""
     with pytest.raises(TypeError) as error:
         ops._refuse_device(OPS["gemv"], **_gemv())
-    assert_expected_inline(str(error.value), """\
+    assert_expected_inline(
+        str(error.value),
+        """\
 gemv(x=...): it is on cpu, and the kernel runs on a GPU
-    fix: x.cuda(), or the plain function""")
+    fix: x.cuda(), or the plain function""",
+    )
