@@ -88,6 +88,12 @@ def test_every_instance(dtype):
         for tiles, steps in itertools.product((1,) if dtype == "float" else (1, 2), range(1, 6)):
             made = compile_kernel("mla_decode.cu", f"mla_decode<{dtype}, {vector}, {tiles}, {steps}>", "sm_90")
             assert made.spilled_bytes == 0
+        for queries, width in itertools.product((1, 2, 4, 8), (64, 80, 256)):
+            vectors = width // vector
+            lanes = min(32, 1 << (vectors - 1).bit_length())
+            by = f"{lanes}, {-(-vectors // lanes)}"
+            name = f"decode_attention<{dtype}, {vector}, {queries}, {by}, {by}>"
+            assert all(compile_kernel("decode_attention.cu", name, a).spilled_bytes == 0 for a in ("sm_80", "sm_90"))
         assert compile_kernel("sample_advance.cu", f"sample_advance<{dtype}, {vector}>", "sm_90").spilled_bytes == 0
     for threads in (128, 512):
         made = [compile_kernel("sample_options.cu", f"sample_options<{dtype}, {threads}>", a) for a in ARCHITECTURES]
