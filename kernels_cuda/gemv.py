@@ -30,7 +30,7 @@ from .rules import (
     tokens_of,
 )
 
-__all__ = ["MOST_TOKENS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
+__all__ = ["MOST_TOKENS", "MOST_WEIGHTS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
 
 # With more, a product by tensor cores reads a weight as fast.
 MOST_TOKENS = 8
