@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .compiler import compile_kernel
 from .launch import Argument, Launch, Mapped
+from .rules import arch_rule
 
 __all__ = ["COUNTERS", "counters", "execute"]
 
@@ -50,7 +51,10 @@ def _kernel(source: str, name: str, device: int) -> Any:
     from cuda.core import Device, ObjectCode
 
     major, minor = torch.cuda.get_device_capability(device)
-    cubin = compile_kernel(source, name, f"sm_{major}{minor}")
+    arch = f"sm_{major}{minor}"
+    if (reason := arch_rule(arch)) is not None:
+        raise RuntimeError(f"{name}: {reason}\n    fix: the plain function")
+    cubin = compile_kernel(source, name, arch)
     Device(device).set_current()
     return ObjectCode.from_cubin(cubin.code, name=name).get_kernel(cubin.symbol)
 

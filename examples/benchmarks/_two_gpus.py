@@ -23,9 +23,9 @@ from meshfn.kernels_cuda.one_shot_all_reduce import CAP_BYTES
 from meshfn.kernels_cuda.peers import CudaMemory, Link, connect
 from torch import Tensor
 
-__all__ = ["figures", "text_of"]
+__all__ = ["SECTION", "figures"]
 
-KERNEL = "one_shot_all_reduce"
+SECTION = "kernel one_shot_all_reduce"
 NUMBERS = (2048, 2560, 8 * 2560, 64 * 2560, CAP_BYTES // 2)
 CALLS = 200
 
@@ -34,7 +34,7 @@ def figures(limit: float) -> Iterator[dict[str, Any]]:
     """As they come from two processes, which are stopped after so many seconds."""
     count = torch.cuda.device_count()
     if count < 2:
-        yield {"kernel": KERNEL, "skipped": f"{count} GPU{'' if count == 1 else 's'} here, and it takes 2"}
+        yield {"section": SECTION, "skipped": f"{count} GPU{'' if count == 1 else 's'} here, and it takes 2"}
         return
     with tempfile.TemporaryDirectory() as folder:
         commands = [[sys.executable, __file__, str(rank), f"{folder}/store"] for rank in range(2)]
@@ -53,24 +53,13 @@ def figures(limit: float) -> Iterator[dict[str, Any]]:
             rest = process.communicate()[0]
             if process.returncode:
                 said = [f"rank {rank} ended with {process.returncode}", *(rest or last).strip().splitlines()[-1:]]
-                yield {"kernel": KERNEL, "failed": " / ".join(said)}
+                yield {"section": SECTION, "failed": " / ".join(said)}
         stop.cancel()
-
-
-def text_of(figure: dict[str, Any]) -> str:
-    if "skipped" in figure:
-        return f"{KERNEL} did not run: {figure['skipped']}"
-    if "failed" in figure:
-        return f"{KERNEL} FAILED  {figure['failed']}"
-    return (
-        f"{KERNEL} {figure['bytes']:9,} bytes  {figure['us']:7.2f} us  {figure['gbps']:6.1f} GB/s each way"
-        f"  NCCL {figure['nccl_us']:7.2f} us  error {figure['error']:.1e}"
-    )
 
 
 def measure(rank: int, store: str) -> None:
     """One of the two: rank 0 prints a line of JSON for each payload."""
-    from gpu import seconds
+    from _gpu_kernels import seconds
 
     torch.cuda.set_device(rank)
     device, limit = torch.device("cuda", rank), datetime.timedelta(seconds=60)
@@ -88,7 +77,7 @@ def measure(rank: int, store: str) -> None:
     found = [{"skipped": link}] if isinstance(link, str) else compared(link, both, dist.all_reduce, seconds, device)
     for figure in found:
         if rank == 0:
-            print(json.dumps({"kernel": KERNEL, **figure}), flush=True)
+            print(json.dumps({"section": SECTION, **figure}), flush=True)
     if isinstance(link, Link):
         link.close()
     dist.destroy_process_group()

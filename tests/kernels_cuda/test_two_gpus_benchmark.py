@@ -32,8 +32,8 @@ def test_without_two_it_says_why(scripts, monkeypatch):
     assert_expected_inline(
         "\n".join(lines),
         """\
-one_shot_all_reduce did not run: 0 GPUs here, and it takes 2
-one_shot_all_reduce did not run: 1 GPU here, and it takes 2""",
+kernel one_shot_all_reduce SKIPPED  0 GPUs here, and it takes 2
+kernel one_shot_all_reduce SKIPPED  1 GPU here, and it takes 2""",
     )
 
 
@@ -42,7 +42,7 @@ def test_what_two_processes_say(scripts, monkeypatch, tmp_path):
     two, gpu = scripts
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     child = tmp_path / "child.py"
-    figure = {"kernel": two.KERNEL, "bytes": 4096, "us": 5.0, "gbps": 0.8, "nccl_us": 12.5, "error": 0.0}
+    figure = {"section": two.SECTION, "bytes": 4096, "us": 5.0, "gbps": 0.8, "nccl_us": 12.5, "error": 0.0}
     child.write_text(
         "import json, sys, time\n"
         f"print(json.dumps({figure}), flush=True) if sys.argv[1] == '0' else sys.exit('a rank failed')\n"
@@ -54,10 +54,10 @@ def test_what_two_processes_say(scripts, monkeypatch, tmp_path):
     assert_expected_inline(
         "\n".join(lines),
         """\
-one_shot_all_reduce     4,096 bytes     5.00 us     0.8 GB/s each way  NCCL   12.50 us  error 0.0e+00
-one_shot_all_reduce FAILED  rank 1 ended with 1 / a rank failed
-one_shot_all_reduce FAILED  rank 0 ended with -9
-one_shot_all_reduce FAILED  rank 1 ended with -9""",
+kernel one_shot_all_reduce     4,096 bytes     5.00 us     0.8 GB/s each way  NCCL   12.50 us  error 0.0e+00
+kernel one_shot_all_reduce FAILED  rank 1 ended with 1 / a rank failed
+kernel one_shot_all_reduce FAILED  rank 0 ended with -9
+kernel one_shot_all_reduce FAILED  rank 1 ended with -9""",
     )
 
 
