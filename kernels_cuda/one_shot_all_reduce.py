@@ -68,6 +68,10 @@ def _outputs(x: Tensor, control: Tensor, inbox: int, outbox: int, rank: int, lim
             f"one_shot_all_reduce(x=...): {tuple(x.shape)} with strides {x.stride()}, and one row without gaps is "
             "needed\n    fix: x.contiguous().view(-1)"
         )
+    if control.dtype != torch.int64 or control.shape != (_CHANNELS + 5,) or control.stride() != (1,):
+        raise ValueError(
+            f"one_shot_all_reduce(control=...): {tuple(control.shape)} of {control.dtype}\n    fix: control_for(device)"
+        )
     if rank not in (0, 1):
         raise ValueError(f"one_shot_all_reduce(rank={rank}): 0 or 1")
     return x.new_empty(x.shape)

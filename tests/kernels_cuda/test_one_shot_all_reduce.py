@@ -208,6 +208,8 @@ def test_bad_arguments():
         (x[::2], control, 0, 0, 0, 1),
         (x, control, 0, 0, 2, 1),
         (x, control.to("meta"), 0, 0, 0, 1),
+        (x, control[1:], 0, 0, 0, 1),
+        (x, control.int(), 0, 0, 0, 1),
         (x.clone().requires_grad_(), control, 0, 0, 0, 1),
     ]
     lines = []
@@ -228,6 +230,11 @@ one_shot_all_reduce(x=...): (2,) with strides (2,), and one row without gaps is 
     fix: x.contiguous().view(-1)
 one_shot_all_reduce(rank=2): 0 or 1
 one_shot_all_reduce(control=...): it is on meta, and x on cpu
+    fix: control.to("cpu")
+one_shot_all_reduce(control=...): (36,) of torch.int64
+    fix: control_for(device)
+one_shot_all_reduce(control=...): (37,) of torch.int32
+    fix: control_for(device)
 one_shot_all_reduce(x=...): it needs a gradient, and control is written in place
     fix: torch.no_grad(), or the plain function to train""",
     )
