@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Sequence
@@ -11,12 +12,13 @@ import torch
 
 from ..sharding import Layout, Mesh
 from . import dynamo
+from .agreement import Agreement
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model, check_model
 from .program import Program
 from .rank_program import RankProgram
-from .ranks import Ranks, check_mesh, check_ranks
+from .ranks import Ranks, check_layout, check_mesh, check_ranks
 from .report import Plan, make_plan
 from .sizes import Sizes, Target
 
@@ -51,10 +53,12 @@ def build(
     part, see `RankProgram`. batch is of all ranks. model: the whole one, of which a rank reads its shards where they
     lie, or one whose params are this rank's (`load_shards`). It runs eagerly.
     """
-    check_model("build", model)
     if mesh is not None or layout is not None:
         given = {"strict": strict, "kernels": tuple(kernels)}
-        return _build_rank(model, mesh, layout, Sizes(batch=batch, max_len=max_len, chunk=chunk), dtype, device, given)
+        return _build_rank(
+            model, mesh, layout, {"batch": batch, "max_len": max_len, "chunk": chunk}, dtype, device, given
+        )
+    check_model("build", model)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
         raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
@@ -116,36 +120,47 @@ def _build_rank(
     model: Model,
     mesh: Mesh | None,
     layout: Layout | None,
-    sizes: Sizes,
+    sizes: dict[str, int],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     given: dict[str, Any],
 ) -> RankProgram:
-    """`build` of one rank among several."""
-    if mesh is None or layout is None:
-        missing = "mesh" if mesh is None else "layout"
-        raise ValueError(f"build({missing}=...): mesh and layout go together\n    fix: both, or neither for one rank")
-    check_mesh(mesh, layout)
-    place, kind = _device(device, model.device), dtype or model.dtype
-    _check_there(place)  # a rank without its device cannot tell the others
-    ranks = Ranks(model.config, mesh, layout, place)
+    """`build` of one rank among several. Raises on every rank where one is told what others are not, or what is
+    refused, before anything is allocated."""
+    agreement = Agreement(check_mesh(mesh, layout), _reachable(device, model))
     try:
+        layout = check_layout(agreement.mesh, layout)
+        check_model("build", model)
         if idle := [name for name, value in given.items() if value]:
             raise ValueError(f"build({idle[0]}=...): programs over ranks are not compiled\n    fix: without {idle[0]}")
         if model.device.type == "meta":
             raise ValueError(
                 "build: the model has no weights, it was loaded with abstract=True\n    fix: load it without"
             )
-        _check_place(ranks.device, kind)
-        check_ranks(model.config, mesh, layout, sizes.batch)
+        place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes(**sizes)
+        _check_place(place, kind)
+        check_ranks(model.config, agreement.mesh, layout, read.batch)
+        mine = Ranks(model.config, agreement.mesh, layout, place).params(model.params)
     except Exception:
-        ranks.agree("build", None)
+        agreement.refuse("build")
         raise
-    ranks.agree("build", {"model.config": model.config, "batch, max_len or chunk": sizes, "dtype": kind,
-                          "layout": layout.chains, "mesh": mesh.axes})  # fmt: skip
-    program = RankProgram(model, sizes, ranks.device, kind, mesh=mesh, layout=layout)
+    told = {"device": place.type, "model.config": model.config, "mesh": agreement.mesh.axes}
+    told |= {"layout": layout.name, "layout.chains": (layout.chains, layout.overlap)}
+    agreement.check("build", {**sizes, "dtype": kind, **told})
+    model = dataclasses.replace(model, params=mine)
+    program = RankProgram(model, read, place, kind, mesh=agreement.mesh, layout=layout)
     program.warm_up()
     return program
+
+
+def _reachable(device: Any, model: Any) -> torch.device:
+    """Where ranks can tell each other what they were told, whatever that is."""
+    try:
+        place = torch.device(device or model.device)
+        _check_there(place)
+    except Exception:  # said by what reads them
+        return torch.device("cpu")
+    return torch.device("cpu") if place.type == "meta" else place
 
 
 def _device(device: torch.device | str | None, default: torch.device) -> torch.device:

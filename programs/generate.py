@@ -28,6 +28,16 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
+class Unheard:
+    """A streamer that nobody listens to."""
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
 def check_streamer(streamer: Any) -> None:
     if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
         kind = "a class" if isinstance(streamer, type) else type(streamer).__name__

@@ -236,6 +236,18 @@ class Program(Held):
         another (`dataclasses.replace(state, token=...)`).
         Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
         """
+        longest = self._check_state(state)
+        stop = end_tokens(eos_token_id)
+        with self._alone():
+            # A token of the user's own may come from anywhere; a copy made here is like any other.
+            plain = dataclasses.replace(state, session=0, token=state.token.clone())
+            if self._spent:
+                self._session += 1
+            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
+            return dataclasses.replace(new, session=self._session)
+
+    def _check_state(self, state: State) -> int:
+        """Raise for one that no step can follow. -> the tokens of its longest row, the one to feed included."""
         if state.session != self._session or state.position.shape != (self.sizes.batch,):
             last = "step" if self._spent else "prefill"
             raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
@@ -248,14 +260,7 @@ class Program(Held):
                 f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
                 "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
             )
-        stop = end_tokens(eos_token_id)
-        with self._alone():
-            # A token of the user's own may come from anywhere; a copy made here is like any other.
-            plain = dataclasses.replace(state, session=0, token=state.token.clone())
-            if self._spent:
-                self._session += 1
-            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
-            return dataclasses.replace(new, session=self._session)
+        return longest
 
     def generate(
         self,
@@ -295,7 +300,7 @@ class Program(Held):
             streamer=streamer,
             options=options,
         )
-        read, choose = asked.read, self._chooser(asked)
+        read, choose, streamer = asked.read, self._chooser(asked), asked.streamer
         rows, most = self._own(read.rows), max(map(len, read.rows))
         with self._alone():
             begin = now(self.device)

@@ -15,6 +15,8 @@ from .. import functional as F
 from ..functional import tree
 from ..sharding import Event, Mesh, Trace
 from ..sharding.classes import Dry
+from .agreement import COLUMNS
+from .copies import Copies
 from .model import Model, count_text
 from .ranks import Ranks
 from .report import cache_text
@@ -28,8 +30,10 @@ __all__ = ["RankPlan", "make_rank_plan"]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """print(plan) is its text. weights, cache: bytes of this rank. phases: what a call of each sends, as a trace has
-    it, by name; none where experts are dealt out, of which only the router says who sends what."""
+    """print(plan) is its text. weights, cache: bytes of this rank. shared: of weights that other ranks hold too, which
+    are read when these are compared. phases: what a call of each sends, as a trace has it, by name, with the agreement
+    before it, which `generate` has once; none where experts are dealt out, of which only the router says who sends
+    what."""
 
     model: str
     mesh: str
@@ -40,6 +44,7 @@ class RankPlan:
     weights: int
     cache: int
     cache_text: str
+    shared: int
     phases: Mapping[str, tuple[Event, ...]]
 
     def bytes(self, phase: str) -> tuple[int, int]:
@@ -55,6 +60,8 @@ class RankPlan:
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank",
             f"  cache    {size_text(self.cache)} on this rank, {self.cache_text}",
             "  runs     eagerly",
+            f"  agrees   once a call; on {size_text(self.shared)} of weights, which other ranks hold too, when these "
+            "may have changed",
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
         lines += (
@@ -102,6 +109,7 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype)
         _, *rest = own.idle(name, model.config, dtype, meta)
         state = State.empty(own.batch, part.stop - part.start, dtype, meta)
         with torch.no_grad():
+            dry.agreement.exchange([0] * COLUMNS)
             steps[name](*packed(params, caches), state, *rest)
         phases[name] = tuple(trace)
     return RankPlan(
@@ -119,5 +127,6 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype)
         weights=sum(leaf.numel() * leaf.itemsize for leaf in leaves.values()),
         cache=sum(leaf.numel() * leaf.itemsize for each in caches for leaf in tree.leaves(each)),
         cache_text=cache_text(caches),
+        shared=Copies(ranks.lies(params), tree.paths(params), ranks.agreement).bytes,
         phases=phases,
     )
