@@ -50,8 +50,9 @@ def build(
     compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning.
     kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
     mesh, layout: of a rank among several, its own mesh and how the model lies; every rank makes this call, and gets its
-    part, see `RankProgram`. batch is of all ranks. model: the whole one, of which a rank reads its shards where they
-    lie, or one whose params are this rank's (`load_shards`). It runs eagerly.
+    part, see `RankProgram`. batch is of all ranks. What one of them is told otherwise, or holds otherwise, raises on
+    all. model: the whole one, of which a rank reads its shards where they lie, or one whose params are this rank's
+    (`load_shards`). It runs eagerly.
     """
     if mesh is not None or layout is not None:
         given = {"strict": strict, "kernels": tuple(kernels)}

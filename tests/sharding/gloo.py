@@ -161,10 +161,10 @@ def mesh_of(**axes: int) -> Any:
     return sh.ProcessGroup(DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axes))).mesh
 
 
-def breakable(seconds: float) -> sh.Mesh:
+def breakable(seconds: float, axis: str = "u") -> sh.Mesh:
     """All processes with a group of their own and a short limit: it may break, the others go on."""
     group: Any = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=seconds))
-    return sh.ProcessGroup(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("u",))).mesh
+    return sh.ProcessGroup(DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,))).mesh
 
 
 def gradients(y: Tensor, xs: Sequence[Tensor], seed: int = 0) -> tuple[Tensor, ...]:
