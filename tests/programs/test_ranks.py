@@ -64,13 +64,16 @@ def build(of, layout, at):
 def test_tokens_are_those_of_one_rank(layout, axes, parts):
     of = made(parts)
     one = programs.build(of, compile=False, **SIZES)
+    # How a token is chosen knows the mesh and not the layers: of each mesh, all ways once.
+    first = next(case for case in CASES if case[1] == axes)
+    some = OPTIONS if first[0] is layout else OPTIONS[:3:2]
 
     def body(at):
         program = build(of, layout, at)
-        return [program.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **o) for o in OPTIONS]
+        return [program.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **o) for o in some]
 
     found = sh.Threads(sh.Mesh(**axes)).run(body)
-    for i, options in enumerate(OPTIONS):
+    for i, options in enumerate(some):
         want = one.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **options)
         for of_rank in found:
             assert (of_rank[i].tokens, of_rank[i].seeds) == (want.tokens, want.seeds)
