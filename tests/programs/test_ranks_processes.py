@@ -30,7 +30,7 @@ LIMIT = 2.0  # seconds of an exchange, where a rank is slower
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [tokens, differing, weights, slow, saved, killed, left_behind])
+    return gloo.run(4, [tokens, differing, weights, slow, saved, killed, left_behind], fresh=True)
 
 
 def tokens():
