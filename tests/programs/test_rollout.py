@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -136,19 +135,8 @@ def test_tied_weights_are_one():
 BOUND = {torch.float64: 32, torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 
 
-# Every dtype of one model of each kind of layer; of their variants the widest and the narrowest.
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *itertools.product(("llama", "deepseek_v2-lite", "qwen3_5"), BOUND),
-        *itertools.product(("gemma2", "phi3", "olmo_hybrid", "gpt_oss"), (torch.float64, torch.bfloat16)),
-        *(
-            pytest.param(*each, marks=pytest.mark.verify)
-            for each in itertools.product(("gemma2", "phi3", "olmo_hybrid", "gpt_oss"), (torch.float32, torch.float16))
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "deepseek_v2-lite", "qwen3_5", "olmo_hybrid", "gpt_oss"])
 def test_log_probabilities_of_rollout_score_and_training_agree(name, dtype):
     """What a policy gradient takes the ratio of: three ways to the same number, within a few roundings of a logit."""
     model = programs.load(family(name).to(dtype))

@@ -71,12 +71,7 @@ def test_every_gradient_of_packed_documents_is_transformers(name):
     torch.testing.assert_close(metrics["grad_norm"], norm, rtol=1e-4, atol=0)
 
 
-# Those that between them have every kind of leaf: norms of one and of zero, fused weights, buffers, gates, experts,
-# latents, states, tied weights.
-USUAL = ("llama", "gemma2", "phi3", "phi", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_5", "kimi_linear", "olmo_hybrid")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in USUAL else pytest.mark.verify) for n in FAMILIES])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_program_reads_what_a_step_wrote(name):
     """Norms, buffers, gates and fused weights alike: nothing that was made of a weight before the step outlives it."""
     module = family(name)
