@@ -6,7 +6,6 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from .lower import with_table
 from .model import Model, check_model
 from .program import Program
 from .rank_program import RankProgram
+from .rank_steps import why_eager as of_ranks
 from .ranks import Ranks, check_layout, check_mesh, check_ranks
 from .report import Plan, make_plan
 from .sizes import Sizes, Target
@@ -36,7 +36,7 @@ def build(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     strict: bool = False,
-    compile: bool = True,
+    compile: bool | None = None,
     kernels: Sequence[Kernel] = (),
     mesh: Mesh | None = None,
     layout: Layout | None = None,
@@ -47,18 +47,17 @@ def build(
     call takes. dtype, device: the model's unless given; weights that must be converted are copied once and refreshed
     in place before each use. strict: a primitive without a kernel is an error that lists them all (those of `score` at
     its first use).
-    compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning.
+    compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning. Unless given,
+    it is True but over ranks that cannot (threads, or experts dealt out), where the plan says so.
     kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
     mesh, layout: of a rank among several, its own mesh and how the model lies; every rank makes this call, and gets its
     part, see `RankProgram`. batch is of all ranks. What one of them is told otherwise, or holds otherwise, raises on
     all. model: the whole one, of which a rank reads its shards where they lie, or one whose params are this rank's
-    (`load_shards`). It runs eagerly.
+    (`load_shards`). Ranks compile each in its own time, and then meet.
     """
     if mesh is not None or layout is not None:
-        given = {"strict": strict, "kernels": tuple(kernels)}
-        return _build_rank(
-            model, mesh, layout, {"batch": batch, "max_len": max_len, "chunk": chunk}, dtype, device, given
-        )
+        sizes_given = {"batch": batch, "max_len": max_len, "chunk": chunk}
+        return _build_rank(model, mesh, layout, sizes_given, dtype, device, kernels, strict, compile)
     check_model("build", model)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
@@ -66,20 +65,9 @@ def build(
     place = _device(device, model.device)
     dtype = dtype or model.dtype
     _check_place(place, dtype)
-    problem = dynamo.compiler_problem(place) if compile else None
-    if problem is not None:
-        warnings.warn(f"build: {problem}; this program runs eagerly, as with compile=False", stacklevel=2)
-        compile = False
-    longest = dynamo.longest_sum(place) if compile else None
-    if longest is not None and sizes.slots - 1 > longest:
-        raise ValueError(
-            f"build(max_len={max_len}): torch {torch.__version__} compiles caches of {longest} tokens at most\n"
-            f"    fix: max_len={longest}, compile=False, or torch 2.13"
-        )
-    if (kernels or strict) and not compile:
-        what = "kernels=..." if kernels else "strict=True"
-        raise ValueError(f"build({what}): kernels are put into compiled graphs\n    fix: compile=True")
-    program = Program(model, sizes, place, dtype, tuple(kernels), strict, compile)
+    why_eager = _why_eager(compile, place, sizes)
+    _check_graphs(kernels, strict, why_eager)
+    program = Program(model, sizes, place, dtype, tuple(kernels), strict, why_eager is None)
     if strict and (left := [f"{name} {line}" for name, p in program.plan.phases.items() for line in p.left]):
         raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
     program.warm_up()
@@ -124,7 +112,9 @@ def _build_rank(
     sizes: dict[str, int],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
-    given: dict[str, Any],
+    kernels: Sequence[Kernel],
+    strict: bool,
+    compile: bool | None,
 ) -> RankProgram:
     """`build` of one rank among several. Raises on every rank where one is told what others are not, or what is
     refused, before anything is allocated."""
@@ -132,8 +122,6 @@ def _build_rank(
     try:
         layout = check_layout(agreement.mesh, layout)
         check_model("build", model)
-        if idle := [name for name, value in given.items() if value]:
-            raise ValueError(f"build({idle[0]}=...): programs over ranks are not compiled\n    fix: without {idle[0]}")
         if model.device.type == "meta":
             raise ValueError(
                 "build: the model has no weights, it was loaded with abstract=True\n    fix: load it without"
@@ -141,20 +129,29 @@ def _build_rank(
         place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes(**sizes)
         _check_place(place, kind)
         check_ranks(model.config, agreement.mesh, layout, read.batch)
-        mine = Ranks(model.config, agreement.mesh, layout, place).params(model.params)
+        ranks = Ranks(model.config, agreement.mesh, layout, place)
+        why_eager = _why_eager(compile, place, read, of_ranks(ranks))
+        _check_graphs(kernels, strict, why_eager)
+        names = [kernel.name for kernel in with_table(Target(place.type, kind), kernels)]
+        mine = ranks.params(model.params)
     except Exception:
         agreement.refuse("build")
         raise
     told = {"device": place.type, "model.config": model.config, "mesh": agreement.mesh.axes}
     told |= {"layout": layout.name, "layout.chains": (layout.chains, layout.overlap)}
+    told |= {"compile": why_eager is None, "strict": strict, "kernels": names}
     agreement.check("build", {**sizes, "dtype": kind, **told})
-    model = dataclasses.replace(model, params=mine)
-    program = RankProgram(model, read, place, kind, mesh=agreement.mesh, layout=layout)
-    program.warm_up()
+    model, at = dataclasses.replace(model, params=mine), agreement.mesh
+    program = RankProgram(model, read, place, kind, tuple(kernels), strict, why_eager, mesh=at, layout=layout)
+    try:
+        program.warm_up()
+    except Exception:
+        program.close()
+        raise
     return program
 
 
-def _reachable(device: Any, model: Any) -> torch.device:
+def _reachable(device: torch.device | str | None, model: Model) -> torch.device:
     """Where ranks can tell each other what they were told, whatever that is."""
     try:
         place = torch.device(device or model.device)
@@ -162,6 +159,34 @@ def _reachable(device: Any, model: Any) -> torch.device:
     except Exception:  # said by what reads them
         return torch.device("cpu")
     return torch.device("cpu") if place.type == "meta" else place
+
+
+def _why_eager(compile: bool | None, place: torch.device, sizes: Sizes, never: str | None = None) -> str | None:
+    """Why a program is not compiled, or None. never: why it cannot be, whatever the machine."""
+    if compile is False:
+        return "compile=False"
+    if never is not None:
+        if compile:
+            raise ValueError(f"build(compile=True): {never}\n    fix: without it, or compile=False")
+        return never
+    problem = dynamo.compiler_problem(place)
+    if problem is not None:
+        warnings.warn(f"build: {problem}; this program runs eagerly, as with compile=False", stacklevel=3)
+        return problem
+    longest = dynamo.longest_sum(place)
+    if longest is not None and sizes.slots - 1 > longest:
+        raise ValueError(
+            f"build(max_len={sizes.max_len}): torch {torch.__version__} compiles caches of {longest} tokens at most\n"
+            f"    fix: max_len={longest}, compile=False, or torch 2.13"
+        )
+    return None
+
+
+def _check_graphs(kernels: Sequence[Kernel], strict: bool, why_eager: str | None) -> None:
+    if (kernels or strict) and why_eager is not None:
+        what = "kernels=..." if kernels else "strict=True"
+        fix = "compile=True" if why_eager == "compile=False" else f"without it: {why_eager}"
+        raise ValueError(f"build({what}): kernels are put into compiled graphs\n    fix: {fix}")
 
 
 def _device(device: torch.device | str | None, default: torch.device) -> torch.device:

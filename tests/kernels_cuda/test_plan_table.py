@@ -58,9 +58,9 @@ Llama-3.2-1B
   a decode step reads 733.0 MiB of weights and at most 32.0 MiB of cache, and writes 4.0 KiB
   bound: 1.25 steps a second for each GB/s of memory bandwidth, cache full; 1.30, cache empty
 Qwen3.5-4B
-  3 layers of 5 kernels, 8 kernels and 15 nodes of the compiler beside them; 23 kernels a step
-  a decode step reads 2.0 GiB of weights, 6.1 MiB of states and at most 32.0 MiB of cache, and writes 6.1 MiB
-  bound: 0.452 steps a second for each GB/s of memory bandwidth, cache full; 0.459, cache empty
+  6 layers of 5 kernels, 2 layers of 6 kernels, 2 kernels and 15 nodes of the compiler beside them; 44 kernels a step
+  a decode step reads 2.8 GiB of weights, 12.3 MiB of states and at most 64.0 MiB of cache, and writes 12.3 MiB
+  bound: 0.318 steps a second for each GB/s of memory bandwidth, cache full; 0.324, cache empty
 DeepSeek-V3
   3 layers of 6 kernels and 9 nodes of the compiler, 2 layers of 7 kernels and 30 nodes of the compiler, 2 kernels and 26 nodes of the compiler beside them; 34 kernels a step
   a decode step reads 7.2 GiB of weights and at most 45.0 MiB of cache, and writes 5.6 KiB

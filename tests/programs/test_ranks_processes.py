@@ -1,6 +1,6 @@
-"""Programs over ranks that are processes: tokens of one rank, arguments and weights that differ, and ranks that end in
-the middle of a call or are slower than the limit: each of the others says in time for whom it waited, in which exchange
-and in which step, and what was saved before is whole.
+"""Programs over ranks that are processes, eager: tokens of one rank, arguments and weights that differ, and ranks that
+end in the middle of a call or are slower than the limit: each of the others says in time for whom it waited, in which
+exchange and in which step, and what was saved before is whole.
 
 Functions above a test without `test_` in their name are its scenario, which every process runs (see `gloo`).
 """
@@ -39,7 +39,10 @@ def tokens():
     for i, axes in ((2, {"dp": 2, "tp": 2}), (1, {"tp": 4}), (8, {"tp": 4}), (6, {"ep": 2, "tp": 2})):
         layout, _, parts = ranks.CASES[i]
         of, record = ranks.made(parts), sh.trace(gloo.mesh_of(**axes))
-        program, one = ranks.build(of, layout, record.mesh), programs.build(of, compile=False, **ranks.SIZES)
+        program, one = (
+            ranks.build(of, layout, record.mesh, compile=False),
+            programs.build(of, compile=False, **ranks.SIZES),
+        )
         for options in ranks.OPTIONS:
             mine, whole = (p.generate(ranks.PROMPTS, max_new_tokens=12, **options) for p in (program, one))
             found.append(mine.tokens == whole.tokens)
@@ -59,7 +62,7 @@ def test_tokens_are_those_of_one_rank(four):
 def differing():
     """What a rank says where the last was told something else; and that all go on."""
     layout, _, parts = ranks.CASES[0]
-    program = ranks.build(ranks.made(parts), layout, gloo.mesh_of(dp=2, tp=2))
+    program = ranks.build(ranks.made(parts), layout, gloo.mesh_of(dp=2, tp=2), compile=False)
     with pytest.raises(ValueError, match="told") as error:
         program.generate(ranks.PROMPTS, max_new_tokens=5 + (dist.get_rank() == 3))
     return str(error.value), program.generate(ranks.PROMPTS, max_new_tokens=5).lengths
