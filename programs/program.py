@@ -14,7 +14,7 @@ from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
 from .asked import Asked, read_asked
-from .generate import Generation, Streamer, Timings, assemble, now, run_decode, turned, turns_of
+from .generate import Generation, Streamer, Timings, assemble, check_state, now, run_decode, turned, turns_of
 from .graph import LeafPaths
 from .held import Held
 from .kernel import Kernel
@@ -249,19 +249,7 @@ class Program(Held):
 
     def _check_state(self, state: State) -> int:
         """Raise for one that no step can follow. -> the tokens of its longest row, the one to feed included."""
-        if state.session != self._session or state.position.shape != (self.sizes.batch,):
-            last = "step" if self._spent else "prefill"
-            raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
-        longest = int(state.position.max()) + 1
-        if longest > self.sizes.max_len:
-            raise ValueError(f"decode: a row holds max_len={self.sizes.max_len} tokens; there is no slot for another")
-        turning = [turn for turn in self._turns if bool((state.position == turn).any())]
-        if turning:
-            raise ValueError(
-                f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
-                "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
-            )
-        return longest
+        return check_state(state, self._session, self.sizes, self._turns, spent=self._spent)
 
     def generate(
         self,
