@@ -30,7 +30,7 @@ LIMIT = 2.0  # seconds of an exchange, where a rank is slower
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [tokens, differing, weights, slow, saved, killed, left_behind], fresh=True)
+    return gloo.run(4, [tokens, differing, weights, slow, saved, killed, left_behind], limit=240.0, fresh=True)
 
 
 def tokens():
@@ -100,8 +100,8 @@ def weights():
     of, mesh = ranks.made(ranks.CASES[0][2]), gloo.mesh_of(dp=2, tp=2)
     other = faults.own(of)
     other.params.norm.weight.add_(mesh.rank == 3)
-    said = [faults.refused(lambda: ranks.build(other, ranks.dense, mesh))]
-    program = ranks.build(of, ranks.dense, mesh)
+    said = [faults.refused(lambda: ranks.build(other, ranks.dense, mesh, compile=False))]
+    program = ranks.build(of, ranks.dense, mesh, compile=False)
     if mesh.rank == 3:
         program.params = of.params
     said.append(faults.refused(lambda: program.generate(ranks.PROMPTS, max_new_tokens=3)))
@@ -120,7 +120,7 @@ def test_other_weights(four):
 def slow():
     """Rank 1 sleeps in a step for longer than its group waits."""
     mesh = gloo.breakable(LIMIT, "tp")
-    program = ranks.build(ranks.made(ranks.CASES[1][2]), ranks.dense, mesh)
+    program = ranks.build(ranks.made(ranks.CASES[1][2]), ranks.dense, mesh, compile=False)
     if mesh.rank == 1:
         strikes(program, lambda: time.sleep(2 * LIMIT), 3)
     return waits(lambda: program.generate(ranks.PROMPTS, max_new_tokens=9))
@@ -173,7 +173,7 @@ def test_what_one_rank_cannot_save_none_does(four):
 def killed():
     """The last scenario of rank 3, which is killed in a step of decode. The others call on."""
     mesh = gloo.mesh_of(dp=2, tp=2)
-    program = ranks.build(ranks.made(ranks.CASES[0][2]), ranks.dense, mesh)
+    program = ranks.build(ranks.made(ranks.CASES[0][2]), ranks.dense, mesh, compile=False)
     if mesh.rank == 3:
         strikes(program, lambda: os.kill(os.getpid(), signal.SIGKILL), 3)
     return waits(lambda: program.generate(ranks.PROMPTS, max_new_tokens=9))
@@ -187,7 +187,7 @@ def left_behind():
     model = sh.shard(F.next_token_loss, ranks.dense, mesh, S=8)
     mine, ids = sh.cut(params, model.specs(params, cfg), mesh), torch.ones(1, 8, dtype=torch.int64)
     calls = [
-        lambda: ranks.build(ranks.made(ranks.CASES[0][2]), ranks.dense, mesh),
+        lambda: ranks.build(ranks.made(ranks.CASES[0][2]), ranks.dense, mesh, compile=False),
         lambda: programs.save_shards(tree, specs, mesh, shared()),
         lambda: programs.restore_shards(tree, specs, mesh, shared()),
         lambda: sh.sum_gradients(F.tree.map(torch.ones_like, mine), model.specs(params, cfg), mesh),
