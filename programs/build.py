@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Sequence
@@ -11,13 +12,14 @@ import torch
 from .. import kernels_cuda
 from ..sharding import Layout, Mesh
 from . import dynamo
+from .agreement import Agreement
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model, check_model
 from .program import Program
 from .rank_program import RankProgram
 from .rank_steps import why_eager as of_ranks
-from .ranks import Ranks, check_mesh, check_ranks
+from .ranks import Ranks, check_layout, check_mesh, check_ranks
 from .report import Plan, make_plan
 from .sizes import Sizes, Target
 
@@ -50,13 +52,14 @@ def build(
     it is True but over ranks that cannot (threads, or experts dealt out), where the plan says so.
     kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
     mesh, layout: of a rank among several, its own mesh and how the model lies; every rank makes this call, and gets its
-    part, see `RankProgram`. batch is of all ranks. model: the whole one, of which a rank reads its shards where they
-    lie, or one whose params are this rank's (`load_shards`). Ranks compile each in its own time, and then meet.
+    part, see `RankProgram`. batch is of all ranks. What one of them is told otherwise, or holds otherwise, raises on
+    all. model: the whole one, of which a rank reads its shards where they lie, or one whose params are this rank's
+    (`load_shards`). Ranks compile each in its own time, and then meet.
     """
-    check_model("build", model)
     if mesh is not None or layout is not None:
-        sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
-        return _build_rank(model, mesh, layout, sizes, dtype, device, kernels, strict, compile)
+        sizes_given = {"batch": batch, "max_len": max_len, "chunk": chunk}
+        return _build_rank(model, mesh, layout, sizes_given, dtype, device, kernels, strict, compile)
+    check_model("build", model)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
         raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
@@ -107,44 +110,56 @@ def _build_rank(
     model: Model,
     mesh: Mesh | None,
     layout: Layout | None,
-    sizes: Sizes,
+    sizes: dict[str, int],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     kernels: Sequence[Kernel],
     strict: bool,
     compile: bool | None,
 ) -> RankProgram:
-    """`build` of one rank among several."""
-    if mesh is None or layout is None:
-        missing = "mesh" if mesh is None else "layout"
-        raise ValueError(f"build({missing}=...): mesh and layout go together\n    fix: both, or neither for one rank")
-    check_mesh(mesh, layout)
-    place, kind = _device(device, model.device), dtype or model.dtype
-    _check_there(place)  # a rank without its device cannot tell the others
-    ranks = Ranks(model.config, mesh, layout, place)
+    """`build` of one rank among several. Raises on every rank where one is told what others are not, or what is
+    refused, before anything is allocated."""
+    agreement = Agreement(check_mesh(mesh, layout), _reachable(device, model))
     try:
+        layout = check_layout(agreement.mesh, layout)
+        check_model("build", model)
         if model.device.type == "meta":
             raise ValueError(
                 "build: the model has no weights, it was loaded with abstract=True\n    fix: load it without"
             )
-        _check_place(ranks.device, kind)
-        check_ranks(model.config, mesh, layout, sizes.batch)
-        why_eager = _why_eager(compile, place, sizes, of_ranks(ranks))
+        place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes(**sizes)
+        _check_place(place, kind)
+        check_ranks(model.config, agreement.mesh, layout, read.batch)
+        ranks = Ranks(model.config, agreement.mesh, layout, place)
+        why_eager = _why_eager(compile, place, read, of_ranks(ranks))
         _check_graphs(kernels, strict, why_eager)
         names = [kernel.name for kernel in with_table(Target(place.type, kind), kernels)]
+        mine = ranks.params(model.params)
     except Exception:
-        ranks.agree("build", None)
+        agreement.refuse("build")
         raise
-    ranks.agree("build", {"model.config": model.config, "batch, max_len or chunk": sizes, "dtype": kind,
-                          "layout": layout.chains, "mesh": mesh.axes,
-                          "compile, strict or kernels": (why_eager is None, strict, names)})  # fmt: skip
-    program = RankProgram(model, sizes, ranks.device, kind, tuple(kernels), strict, why_eager, mesh=mesh, layout=layout)
+    told = {"device": place.type, "model.config": model.config, "mesh": agreement.mesh.axes}
+    told |= {"layout": layout.name, "layout.chains": (layout.chains, layout.overlap)}
+    told |= {"compile": why_eager is None, "strict": strict, "kernels": names}
+    agreement.check("build", {**sizes, "dtype": kind, **told})
+    model, at = dataclasses.replace(model, params=mine), agreement.mesh
+    program = RankProgram(model, read, place, kind, tuple(kernels), strict, why_eager, mesh=at, layout=layout)
     try:
         program.warm_up()
     except Exception:
         program.close()
         raise
     return program
+
+
+def _reachable(device: torch.device | str | None, model: Model) -> torch.device:
+    """Where ranks can tell each other what they were told, whatever that is."""
+    try:
+        place = torch.device(device or model.device)
+        _check_there(place)
+    except Exception:  # said by what reads them
+        return torch.device("cpu")
+    return torch.device("cpu") if place.type == "meta" else place
 
 
 def _why_eager(compile: bool | None, place: torch.device, sizes: Sizes, never: str | None = None) -> str | None:

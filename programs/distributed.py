@@ -6,6 +6,10 @@ Imported when it is used: it takes torch.distributed with it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
+import re
+import secrets
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -35,7 +40,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..functional import TreeError, tree
-from ..sharding import Mesh, SpecError
+from ..sharding import Mesh, SpecError, TransportError
+from .agreement import Agreement
 from .checkpoint import listed
 
 __all__ = ["restore", "save"]
@@ -51,14 +57,25 @@ class _Lying(NamedTuple):
 
 def save(params: Any, specs: Any, mesh: Mesh, folder: Path) -> None:
     _check_together(mesh)
-    lying = _lying(params, specs, mesh, first=True)
-    with _alone(mesh) as told:
-        state_dict_saver.save(dict(tree.paths(params)), checkpoint_id=folder, planner=_Saving(lying), **told)
+    with _told("save_shards", params, mesh, folder):
+        lying = _lying(params, specs, mesh, first=True)
+    with _alone(mesh, "save_shards", f'"{folder}" holds what it held before') as told:
+        writer = _Writer(folder)
+        state_dict_saver.save(dict(tree.paths(params)), storage_writer=writer, planner=_Saving(lying), **told)
 
 
 def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
     new = tree.map(torch.empty_like, params)
-    lying = _lying(new, specs, mesh, first=False)
+    with _told("restore_shards", params, mesh, folder):
+        lying = _lying(new, specs, mesh, first=False)
+        _check_folder(lying, folder)
+    with _alone(mesh, "restore_shards", "nothing was changed") as told:
+        state_dict_loader.load(dict(tree.paths(new)), checkpoint_id=folder, planner=_Loading(lying), **told)
+    return new
+
+
+def _check_folder(lying: dict[str, _Lying], folder: Path) -> None:
+    """Raise `ValueError` and `TreeError` where a folder has no such leaves."""
     if not (folder / ".metadata").is_file():
         raise ValueError(f'"{folder}" has no checkpoint that `save_shards` wrote')
     there = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -74,9 +91,6 @@ def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
     faults += [f"{path}: not expected, the checkpoint has it" for path in there if path not in lying]
     if faults:
         raise TreeError(f'the checkpoint "{folder.name}" does not match\n    ' + "\n    ".join(listed(faults)))
-    with _alone(mesh) as told:
-        state_dict_loader.load(dict(tree.paths(new)), checkpoint_id=folder, planner=_Loading(lying), **told)
-    return new
 
 
 def _check_together(mesh: Mesh) -> None:
@@ -91,11 +105,66 @@ def _check_together(mesh: Mesh) -> None:
 
 
 @contextlib.contextmanager
-def _alone(mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """How torch is told that a mesh is of one rank, which it would warn of."""
+def _told(function: str, params: Any, mesh: Mesh, folder: Path) -> Iterator[None]:
+    """What one rank refuses within, or is told otherwise than others, is an error on all of them."""
+    agreement = Agreement(mesh, next((leaf.device for leaf in tree.leaves(params)), torch.device("cpu")))
+    try:
+        yield
+    except Exception:
+        agreement.refuse(function)
+        raise
+    leaves = {path: leaf.dtype for path, leaf in tree.paths(params).items()}
+    agreement.check(function, {"folder": str(folder), "params": leaves})
+
+
+@contextlib.contextmanager
+def _alone(mesh: Mesh, function: str, left: str) -> Iterator[dict[str, Any]]:
+    """How torch is told who takes part, and that a mesh is of one rank, which it would warn of. left: what is there
+    where a peer ends in between."""
+    group = getattr(mesh.transport, "group", None)
+    told: dict[str, Any] = {"no_dist": mesh.size == 1}
+    if group is not None and mesh.size > 1:
+        told["process_group"] = group(*(axis for axis, _ in mesh.axes))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield {"no_dist": mesh.size == 1}
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")  # `_Writer` keeps it until the end
+        try:
+            yield told
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {mesh.rank}: {function} failed: a peer is gone, or was slower than the time limit; {left}\n"
+                f"    mesh: {mesh}\n    {str(error).splitlines()[0]}"
+            ) from error
+
+
+class _Writer(FileSystemWriter):
+    """Writes beside the checkpoint that is there, whose files go when the new one is complete: what says which files
+    belong to it takes the place of the old in one step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder, self.fs = folder, _Files()
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        token, named = secrets.token_hex(8), super().prepare_global_plan(plans)
+        of = [type(plan.storage_data)(f"{token}{plan.storage_data.prefix}") for plan in named]
+        return [dataclasses.replace(plan, storage_data=names) for plan, names in zip(named, of, strict=True)]
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        own = {each.relative_path for each in metadata.storage_data.values()}
+        for file in self.folder.glob("*.distcp"):
+            if file.name not in own and _DATA.fullmatch(file.name):
+                file.unlink()
+
+
+# As torch names them, behind what `_Writer` puts in front.
+_DATA = re.compile(r"([0-9a-f]{16})?__\d+_\d+\.distcp")
+
+
+class _Files(FileSystem):
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: a file is removed only to give its name to another, which takes it in one step."""
 
 
 def _lying(params: Any, specs: Any, mesh: Mesh, *, first: bool) -> dict[str, _Lying]:

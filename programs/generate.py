@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import functional as F
 from .prompts import Prompts
 from .sampling import StopStrings
+from .sizes import Sizes
 from .steps import State
 
 __all__ = ["Generation", "Streamer", "Timings"]
@@ -26,6 +27,16 @@ class Streamer(Protocol):
 
     def put(self, value: Tensor) -> None: ...
     def end(self) -> None: ...
+
+
+class Unheard:
+    """A streamer that nobody listens to."""
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
 
 
 def check_streamer(streamer: Any) -> None:
@@ -105,6 +116,23 @@ def turned(
         return []
     new, live = torch.stack(list(tokens), 1).tolist(), (state.position >= 0).tolist()
     return [row + new[i] if crossing[i] and live[i] else [] for i, row in enumerate(rows)]
+
+
+def check_state(state: State, session: int, sizes: Sizes, turns: Sequence[int], *, spent: bool) -> int:
+    """Raise `ValueError` for a state that no step of a session can follow. -> the tokens of its longest row, the one to
+    feed included. spent: whether a step overwrites what the state before it still needs."""
+    if state.session != session or state.position.shape != (sizes.batch,):
+        last = "step" if spent else "prefill"
+        raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
+    longest = int(state.position.max()) + 1
+    if longest > sizes.max_len:
+        raise ValueError(f"decode: a row holds max_len={sizes.max_len} tokens; there is no slot for another")
+    if turning := [turn for turn in turns if bool((state.position == turn).any())]:
+        raise ValueError(
+            f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
+            "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
+        )
+    return longest
 
 
 def run_decode(

@@ -14,7 +14,7 @@ from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
 from .asked import Asked, read_asked
-from .generate import Generation, Streamer, Timings, assemble, now, run_decode, turned, turns_of
+from .generate import Generation, Streamer, Timings, assemble, check_state, now, run_decode, turned, turns_of
 from .graph import LeafPaths
 from .held import Held
 from .kernel import Kernel
@@ -237,18 +237,7 @@ class Program(Held):
         another (`dataclasses.replace(state, token=...)`).
         Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
         """
-        if state.session != self._session or state.position.shape != (self.sizes.batch,):
-            last = "step" if self._spent else "prefill"
-            raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
-        longest = int(state.position.max()) + 1
-        if longest > self.sizes.max_len:
-            raise ValueError(f"decode: a row holds max_len={self.sizes.max_len} tokens; there is no slot for another")
-        turning = [turn for turn in self._turns if bool((state.position == turn).any())]
-        if turning:
-            raise ValueError(
-                f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
-                "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
-            )
+        longest = self._check_state(state)
         stop = end_tokens(eos_token_id)
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
@@ -257,6 +246,10 @@ class Program(Held):
                 self._session += 1
             new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
             return dataclasses.replace(new, session=self._session)
+
+    def _check_state(self, state: State) -> int:
+        """Raise for one that no step can follow. -> the tokens of its longest row, the one to feed included."""
+        return check_state(state, self._session, self.sizes, self._turns, spent=self._spent)
 
     def generate(
         self,
@@ -296,7 +289,7 @@ class Program(Held):
             streamer=streamer,
             options=options,
         )
-        read, choose = asked.read, self._chooser(asked)
+        read, choose, streamer = asked.read, self._chooser(asked), asked.streamer
         rows, most = self._own(read.rows), max(map(len, read.rows))
         with self._alone():
             begin = now(self.device)

@@ -16,6 +16,8 @@ from ..functional import tree
 from ..sharding import Event, Mesh, Trace
 from ..sharding.classes import Dry
 from ..sharding.opaque import Port
+from .agreement import COLUMNS
+from .copies import Copies
 from .kernel import Kernel
 from .model import Model, count_text
 from .pair_sums import PairSums
@@ -31,9 +33,11 @@ __all__ = ["RankPlan", "make_rank_plan"]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """print(plan) is its text. weights, cache: bytes of this rank. phases: what a call of each sends, as a trace has
-    it, by name; none where experts are dealt out, of which only the router says who sends what. why_eager: None where
-    steps are compiled; then `steps` has a plan of each, node by node, which is traced when it is asked for."""
+    """print(plan) is its text. weights, cache: bytes of this rank. shared: of weights that other ranks hold too, which
+    are read when these are compared. phases: what a call of each sends, as a trace has it, by name, with the agreement
+    before it, which `generate` has once; none where experts are dealt out, of which only the router says who sends
+    what. why_eager: None where steps are compiled; then `steps` has a plan of each, node by node, which is traced when
+    it is asked for."""
 
     model: str
     mesh: str
@@ -44,6 +48,7 @@ class RankPlan:
     weights: int
     cache: int
     cache_text: str
+    shared: int
     phases: Mapping[str, tuple[Event, ...]]
     # Who adds up over tp, None where nobody does; and by what, sum by sum of a phase.
     sums: str | None
@@ -68,6 +73,8 @@ class RankPlan:
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank",
             f"  cache    {size_text(self.cache)} on this rank, {self.cache_text}",
             "  runs     " + ("compiled, one graph a step" if self.why_eager is None else f"eagerly: {self.why_eager}"),
+            f"  agrees   once a call; on {size_text(self.shared)} of weights, which other ranks hold too, when these "
+            "may have changed",
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
         lines += [] if self.sums is None else [f"  sums     {self.sums}"]
@@ -125,6 +132,7 @@ def make_rank_plan(
     for name in inputs if not ranks.deals else ():
         trace.clear()
         with torch.no_grad():
+            dry.agreement.exchange([0] * COLUMNS)
             eager[name](*packed(params, caches), *inputs[name])
         phases[name] = tuple(trace)
         summed_by[name] = transport.taken()
@@ -155,6 +163,7 @@ def make_rank_plan(
         weights=sum(leaf.numel() * leaf.itemsize for leaf in leaves),
         cache=sum(leaf.numel() * leaf.itemsize for each in caches for leaf in tree.leaves(each)),
         cache_text=cache_text(caches),
+        shared=Copies(ranks.lies(params), tree.paths(params), ranks.agreement).bytes,
         phases=phases,
         sums=str(sums) if sums.summed else None,
         summed_by=summed_by,

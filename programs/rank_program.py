@@ -4,14 +4,23 @@
     program.generate(prompts)                                                       # on every rank, the same call
 
 Every rank is called with all prompts, and returns all of what is generated. Collectives of a step are its layers' own
-and one for the choice of a token; those of a call are told by `agree`, `anywhere` and `of_all` of `Ranks`.
+and one for the choice of a token; those of a call are `Agreement.check`, and `anywhere` and `of_all` of `Ranks`.
+
+Each call begins with one exchange by which ranks tell each other what they were asked for, and whether their parameters
+may have changed: set anew, written (a counter of autograd's says so), or `refresh` called. Where any may have, they
+compare what several of them hold, see `Copies`; so does `build`. What differs is an error on every rank, and the next
+call runs as if there had been none. A peer that is gone or slower than the time limit of the mesh is a `TransportError`
+on each rank that waits for it, which says for whom, in which exchange and in which step.
+
+What is not seen: a write through `.data`, until `refresh` or `params=`; and what a part that one rank alone holds
+should have been.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,14 +32,16 @@ from ..functional import tree
 from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
 from ..sharding.opaque import Port
+from .agreement import OfRows, Said, during
 from .asked import Asked, read_asked
-from .generate import now
+from .copies import COMPARE, REPLACED, STREAMS, Copies
+from .generate import Unheard, now
 from .kernel import Kernel
 from .model import Model
 from .pair_sums import PairSums
 from .phase import Phase
 from .program import Program
-from .prompts import Prompts
+from .prompts import Prompts, end_tokens
 from .rank_plan import RankPlan, make_rank_plan
 from .rank_steps import compiled_seam
 from .ranks import Ranks
@@ -62,9 +73,11 @@ class RankProgram(Program):
         self.sums = PairSums(mesh, layout, device, dtype)
         mesh = self.sums.mesh
         self.ranks = Ranks(model.config, mesh, layout, device)
-        self.why_eager, self._all = why_eager, sizes
-        self._port = Port(mesh) if why_eager is None else None
+        self.why_eager, self._all, self._at = why_eager, sizes, "build"
         own = dataclasses.replace(model, config=self.ranks.config, params=self.ranks.params(model.params))
+        self._copies = Copies(self.ranks.lies(own.params), tree.paths(own.params), self.ranks.agreement)
+        self._copies.compare("build")
+        self._port = Port(mesh) if why_eager is None else None
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, kernels, strict, why_eager is None)
         self.batch = sizes.batch
 
@@ -74,7 +87,16 @@ class RankProgram(Program):
 
     @params.setter
     def params(self, new: F.Decoder) -> None:
-        Program.params.fset(self, self.ranks.params(new))  # type: ignore[attr-defined]
+        """To be set on every rank; the next call sees where it was not, and compares what several ranks hold."""
+        mine = self.ranks.params(new)
+        Program.params.fset(self, mine)  # type: ignore[attr-defined]
+        self._copies.read(tree.paths(mine), flags=COMPARE | REPLACED)
+
+    def refresh(self) -> None:
+        """As of one rank. What was written on this rank is meant, also where it was on no other; and the next call
+        compares what several ranks hold, as after writes through `.data`, which are not seen otherwise."""
+        super().refresh()
+        self._copies.accept()
 
     @property
     def plan(self) -> RankPlan:  # type: ignore[override]
@@ -130,9 +152,9 @@ class RankProgram(Program):
                 for phase in phases:
                     phase.step(*self._inputs(), *self._idle(phase))
         except Exception:
-            self.ranks.agree("build", None)
+            self.ranks.agreement.refuse("build")
             raise
-        self.ranks.agree("build", {"what to compile": [phase.name for phase in phases]})
+        self.ranks.agreement.check("build", {"what to compile": [phase.name for phase in phases]})
 
     def _ready(self, phase: Phase) -> None:
         if phase.compiles == 0:
@@ -152,41 +174,98 @@ class RankProgram(Program):
 
     def _start(self) -> State:
         self._session += 1
+        self._steps_taken = 0
         return self.ranks.state(self.sizes.batch, self.dtype)
 
-    def _prompts(self, *given: Any, **more: Any) -> Prompts:
-        """This rank's. Raises on every rank where one was given others, or some that are refused."""
+    # What ranks tell each other before a call.
+
+    def _agree(self, function: str, read: Callable[[], Mapping[str, Any]], *, streams: bool = False) -> list[Said]:
+        """Raise on every rank where one refuses what it was told, or was told otherwise than others, or has other
+        weights. read: what it was told, checked, by argument. -> what each rank said."""
         try:
             self.sums.check()
-            found = super()._prompts(*given, **more)
+            told = read()
         except Exception:
-            self.ranks.agree("prompts", None)
+            self.ranks.agreement.refuse(function)
             raise
-        self.ranks.agree("prompts", {"prompts": found.rows})
+        said = self._copies.said(secrets.randbits(63), STREAMS if streams else 0)
+        every = self.ranks.agreement.check(function, told, said)
+        self._copies.check(function, every)
+        return every
+
+    def _prompts(self, *given: Any, **more: Any) -> Prompts:
+        """This rank's."""
+        found = super()._prompts(*given, **more)
         own = self.ranks.own(len(found.rows))
         return Prompts(found.rows[own], found.input_ids[own], found.attention_mask[own])
 
+    def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
+        """As of one rank."""
+
+        def read() -> dict[str, Any]:
+            found = Program._prompts(self, prompts, attention_mask)
+            return {"prompts": found.rows, "eos_token_id": end_tokens(eos_token_id)}
+
+        self._agree("prefill", read)
+        return super()._prefill(prompts, attention_mask=attention_mask, eos_token_id=eos_token_id)
+
+    def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
+        """As of one rank; of ranks that have the same rows, states are the same."""
+
+        def read() -> dict[str, Any]:
+            self._check_state(state)
+            rows = OfRows((state.token.tolist(), state.position.tolist()))
+            return {"state.token, state.position": rows, "eos_token_id": end_tokens(eos_token_id)}
+
+        self._agree("decode", read)
+        return super()._decode(state, eos_token_id=eos_token_id)
+
+    def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
+        """As of one rank, of this rank's rows."""
+        self._agree("score", lambda: {"prompts": Program._prompts(self, prompts, attention_mask).rows})
+        return super().score(prompts, attention_mask=attention_mask)
+
     def _asked(self, **given: Any) -> Asked:
-        try:
-            self.sums.check()
-            asked = read_asked(self.model, self.batch, super()._prompts, **given)
+        asked: Asked
+
+        def read() -> dict[str, Any]:
+            nonlocal asked
+            asked = read_asked(self.model, self.batch, super(RankProgram, self)._prompts, **given)
             self._check(asked)
-        except Exception:
-            self.ranks.agree("generate", None)
-            raise
-        options = dict(asked.options)
-        told = {
-            "prompts": asked.read.rows,
-            "max_new_tokens": asked.max_new_tokens,
-            "eos_token_id": asked.ends,
-            "pad_token_id": asked.pad_token_id,
-            "stop_strings": asked.texts.strings,
-            "options of sampling": sorted(options.items()),
-        }
-        seed = self.ranks.agree("generate", told, secrets.randbits(63))
+            return {
+                "prompts": asked.read.rows,
+                "max_new_tokens": asked.max_new_tokens,
+                "eos_token_id": asked.ends,
+                "pad_token_id": asked.pad_token_id,
+                "stop_strings": asked.texts.strings,
+                "options of sampling": dict(sorted(asked.options.items())),
+            }
+
+        every = self._agree("generate", read, streams=given["streamer"] is not None)
+        options, streamer = dict(asked.options), asked.streamer
         if options.get("do_sample") and options.get("seed") is None:
-            options["seed"] = seed
-        return dataclasses.replace(asked, options=options)
+            options["seed"] = every[0].number
+        if streamer is None and any(said.flags & STREAMS for said in every):
+            streamer = Unheard()  # so that this rank too sees the end of a row at once
+        return dataclasses.replace(asked, options=options, streamer=streamer)
+
+    # Where this rank is, for what it says of a peer that is not.
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with super()._alone(), during(lambda: self._at):
+            yield
+
+    def _run_prefill(
+        self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
+    ) -> State:
+        self._at = "prefill"
+        return super()._run_prefill(inputs, state, rows, eos, most)
+
+    def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
+        self._steps_taken += 1
+        self._at = f"decode, step {self._steps_taken} after prefill"
+        return super()._decode_step(inputs, state, eos, tokens)
 
     def _check(self, asked: Asked) -> None:
         """Raise for what cannot be done over ranks."""

@@ -1,5 +1,5 @@
-"""What a rank has of a model, and what ranks tell each other beside the steps: that they were asked for the same,
-whether any goes on, and the tokens of all rows.
+"""What a rank has of a model, and what ranks tell each other beside the steps: whether any goes on, and the tokens of
+all rows.
 
 Letters: B batch, Z vocabulary, T cache slots, H query heads, K key/value heads, P ranks, N numbers.
 """
@@ -7,7 +7,6 @@ Letters: B batch, Z vocabulary, T cache slots, H query heads, K key/value heads,
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..functional.wire import Own
 from ..sharding.ports import Sized
 from ..sharding.spec import parse
 from ..sharding.wires import LayoutWire
+from .agreement import Agreement
 from .sizes import Sizes, by_channel
 from .steps import Seam, State
 
@@ -42,6 +42,7 @@ class Ranks:
         self.given, self.config = cfg, _with_heads_for(cfg, mesh["tp"] if "tp" in layout.axes else 1)
         (over,) = [atom.axes for atom in parse(layout["tokens"][0]).atoms if atom.name == "B"]
         self.rows = tuple(axis for axis in over if mesh[axis] > 1)
+        self.agreement = Agreement(mesh, device, self.rows)
         self._tokens = parse(layout["tokens"][0])
         self._wires: dict[int, Any] = {}
 
@@ -63,18 +64,22 @@ class Ranks:
 
     def params(self, params: F.Decoder) -> F.Decoder:
         """This rank's shards of a whole model, views of its leaves where they are one range; or what already are."""
-        model = sh.shard(F.backbone, self.layout, self.mesh, S=1)
-        sizes = tree.sizes_of(params, self.given)
-        lies = tree.paths(model.specs(params, self.given))
-        for path in self._dealt(lies):
-            lies[path] = Sized(parse(_by_query_head(str(lies[path].spec))), sizes[path])
-        leaves = tree.paths(params)
+        lies, leaves = self.lies(params), tree.paths(params)
         shapes = {path: each.spec.local(each.sizes, self.mesh, self.mesh.rank) for path, each in lies.items()}
         if all(tuple(leaf.shape) == shapes[path] for path, leaf in leaves.items()):
             return params
         tree.check(params, F.Decoder.abstract(self.given), what="params")
         found: F.Decoder = sh.cut(params, tree.replace(params, lies), self.mesh)
         return found
+
+    def lies(self, params: F.Decoder) -> dict[str, Sized]:
+        """How each leaf does. params: whole, or a rank's."""
+        model = sh.shard(F.backbone, self.layout, self.mesh, S=1)
+        sizes = tree.sizes_of(params, self.given)
+        lies = tree.paths(model.specs(params, self.given))
+        for path in self._dealt(lies):
+            lies[path] = Sized(parse(_by_query_head(str(lies[path].spec))), sizes[path])
+        return lies
 
     def _dealt(self, paths: Mapping[str, Any]) -> list[str]:
         """The leaves of layers whose query heads are dealt out to more ranks than there are key/value heads."""
@@ -161,44 +166,15 @@ class Ranks:
         pair = f"B/{'/'.join(self.rows)} N -> B N"
         return sh.reshard(x.to(self.device), pair, self.mesh, B=rows).to(x.device)
 
-    def agree(self, function: str, told: Mapping[str, Any] | None, number: int = 0) -> int:
-        """Raise `ValueError` on every rank unless all were told the same. told: by argument; None from a rank that
-        raises for itself what is wrong with its own. -> the number that the first rank brings. Every rank makes this
-        call, and tells as many things."""
-        digests = [_digest(value) for value in (told or {}).values()]
-        every = self._gathered([told is not None, number, _digest(digests)])
-        failed = [rank for rank, row in enumerate(every) if not row[0]]
-        if failed and told is not None:
-            raise ValueError(f"{function}: {_named(failed)} refused what it was told, and says why; so nothing ran")
-        if told is None:
-            return 0
-        if len({row[2] for row in every}) > 1:
-            names = list(told)
-            rows = self._gathered(digests)
-            lines = []
-            for i, name in enumerate(names):
-                others = [rank for rank, row in enumerate(rows) if row[i] != rows[0][i]]
-                lines += [f"{name}: {_named(others)} was told otherwise than rank 0"] if others else []
-            raise ValueError(
-                f"{function}: ranks were told different things\n    " + "\n    ".join(lines) + "\n"
-                f"    fix: the same arguments on every rank     mesh: {self.mesh}"
-            )
-        return int(every[0][1])
-
-    def _gathered(self, numbers: list[int]) -> list[list[int]]:
-        """Of every rank, in their order."""
-        over = "/".join(axis for axis, _ in self.mesh.axes)
-        mine = torch.tensor([numbers], dtype=torch.int64, device=self.device)
-        found: list[list[int]] = sh.reshard(mine, f"P/{over} N -> P N", self.mesh, P=self.mesh.size).tolist()
-        return found
-
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return len(self.mesh.ranks(axes, self.mesh.rank))
 
 
-def check_mesh(mesh: Any, layout: Any) -> None:
-    """Raise for what is no mesh of a rank's own, or no layout."""
-    if not isinstance(mesh, sh.Mesh) or not isinstance(layout, sh.Layout):
+def check_mesh(mesh: Any, layout: Any) -> sh.Mesh:
+    """Raise for what is no mesh of a rank's own, by which nothing could be told to other ranks."""
+    if mesh is None:
+        raise ValueError("build(mesh=...): mesh and layout go together\n    fix: both, or neither for one rank")
+    if not isinstance(mesh, sh.Mesh):
         given = f"{type(mesh).__name__} and {type(layout).__name__}"
         raise TypeError(
             f"build(mesh=..., layout=...): a Mesh and a Layout are needed, not {given}\n"
@@ -209,6 +185,19 @@ def check_mesh(mesh: Any, layout: Any) -> None:
             f"build(mesh={mesh!r}): it is no rank's own, and a program is\n"
             "    fix: the mesh that the body of Threads is handed, or ProcessGroup(device_mesh).mesh"
         )
+    return mesh
+
+
+def check_layout(mesh: sh.Mesh, layout: Any) -> sh.Layout:
+    """Raise for what is no layout."""
+    if layout is None:
+        raise ValueError("build(layout=...): mesh and layout go together\n    fix: both, or neither for one rank")
+    if not isinstance(layout, sh.Layout):
+        raise TypeError(
+            f"build(mesh=..., layout=...): a Mesh and a Layout are needed, not {type(mesh).__name__} and "
+            f'{type(layout).__name__}\n    fix: mesh=ProcessGroup(device_mesh).mesh, layout=ulysses(tp="tp")'
+        )
+    return layout
 
 
 def check_ranks(cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, batch: int) -> None:
@@ -254,12 +243,3 @@ def _with_heads_for(cfg: F.DecoderConfig, ranks: int) -> F.DecoderConfig:
 def _by_query_head(text: str) -> str:
     """`(K/tp G E)` as `(H/tp E)`, and `(K/tp E)` as `(K@H/tp E)`."""
     return text.replace("(K/tp G)", "H/tp").replace("K/tp G", "H/tp").replace("K/tp", "K@H/tp")
-
-
-def _digest(value: Any) -> int:
-    """63 bits of what a value prints as."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8]) >> 1
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}"

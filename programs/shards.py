@@ -132,8 +132,10 @@ def save_shards(params: Any, specs: Any, mesh: Mesh, folder: str | Path) -> None
     this call.
 
     params: a tree of this rank's shards: parameters, or an optimiser's moments of them. specs: how they lie, as
-    `Sharded.specs` says. mesh: this rank's own. Raises `SpecError` for shards that are not what the specs say,
-    `ValueError` where ranks are threads, of which the last would write over the others.
+    `Sharded.specs` says. mesh: this rank's own. A checkpoint that is there stays until the new one is complete.
+    Raises `SpecError` for shards that are not what the specs say, `ValueError` where another rank raises or is told
+    otherwise, and where ranks are threads, of which the last would write over the others; `TransportError` where a peer
+    is gone or slower than the time limit.
     """
     from .distributed import save
 
@@ -144,7 +146,7 @@ def restore_shards(params: Any, specs: Any, mesh: Mesh, folder: str | Path) -> A
     """What `save_shards` wrote, on whatever mesh, as shards on this one. Every rank makes this call, and reads its own.
 
     params: a tree of shards as they lie here, whose values do not matter and stay. Raises `TreeError` that lists what
-    the folder lacks, before anything is read.
+    the folder lacks, before anything is read; and as `save_shards` does.
     """
     from .distributed import restore
 

@@ -36,22 +36,35 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 _TINY = ("donation", "generate", "lower", "messages", "plan", "rollout", "sampling")
 
 
+# Files that compile with Inductor, NVRTC or g++ or start processes, the longest first. One that a worker came to last
+# would leave the other without work.
+_LONG = (
+    *("smollm2", "families_compiled", *_TINY, "processes", "compiler", "ranks_processes", "cpu", "ranks"),
+    *("plan_table", "step_families", "whole_processes", "train_families", "gdn_decode", "layout_processes"),
+    *("gdn_program", "latent", "latent_processes", "recurrent_processes", "planted", "simt_building", "decode_step"),
+    *("lowered", "latent_models", "experts", "families", "examples", "readme", "replay", "load", "whole_models"),
+)
+
+
+def _subject(nodeid: str) -> str:
+    return nodeid.split("::")[0].rpartition("test_")[2].removesuffix(".py")
+
+
 class _ByProgram(LoadScopeScheduling):
     """Files that share a compiled program stay in one worker; every other file goes by itself."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0]
-        return "tiny" if file.rpartition("test_")[2].removesuffix(".py") in _TINY else file
+        return "tiny" if _subject(nodeid) in _TINY else nodeid.split("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    config.option.loadscopereorder = False  # by the number of tests, whatever they cost
     return _ByProgram(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups are dealt out first."""
-    first = ("smollm2", "families_compiled", "processes", *_TINY)
-    items.sort(key=lambda item: next((i for i, name in enumerate(first) if f"test_{name}.py" in item.nodeid), 99))
+    items.sort(key=lambda item: _LONG.index(name) if (name := _subject(item.nodeid)) in _LONG else len(_LONG))
 
 
 @pytest.fixture(autouse=True)

@@ -178,11 +178,21 @@ gdn_decode(k_conv=...): F is 12 in the config but 4 in k_conv""",
     )
 
 
+INSTANCES = [
+    *(f"gdn_decode<{types}, 4, 4, 4, 8, {rows}>" for types in ("bf16, float", "float, float") for rows in (2, 4)),
+    *("gdn_decode<fp16, fp16, 8, 4, 4, 32, 4>", "gdn_decode<bf16, float, 4, 1, 16, 32, 2>"),
+]
+
+
 @pytest.mark.skipif(missing() is not None, reason="NVRTC is not installed")
-def test_nothing_is_spilled():
-    names = [f"gdn_decode<{types}, 4, 4, 4, 8, {rows}>" for types in ("bf16, float", "float, float") for rows in (2, 4)]
-    names += ["gdn_decode<fp16, fp16, 8, 4, 4, 32, 4>", "gdn_decode<bf16, float, 4, 1, 16, 32, 2>"]
-    found = {
-        name: [compile_kernel("gdn_decode.cu", name, arch).spilled_bytes for arch in ARCHITECTURES] for name in names
-    }
-    assert {name: sum(each) for name, each in found.items() if sum(each)} == {}
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        # The usual one everywhere, the others once.
+        pytest.param(name, arch, marks=[] if name == INSTANCES[1] or arch == "sm_90" else pytest.mark.verify)
+        for name in INSTANCES
+        for arch in ARCHITECTURES
+    ],
+)
+def test_nothing_is_spilled(name, arch):
+    assert compile_kernel("gdn_decode.cu", name, arch).spilled_bytes == 0

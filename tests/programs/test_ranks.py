@@ -64,13 +64,16 @@ def build(of, layout, at, **options):
 def test_tokens_are_those_of_one_rank(layout, axes, parts):
     of = made(parts)
     one = programs.build(of, compile=False, **SIZES)
+    # How a token is chosen knows the mesh and not the layers: of each mesh, all ways once.
+    first = next(case for case in CASES if case[1] == axes)
+    some = OPTIONS if first[0] is layout else OPTIONS[:3:2]
 
     def body(at):
         program = build(of, layout, at)
-        return [program.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **o) for o in OPTIONS]
+        return [program.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **o) for o in some]
 
     found = sh.Threads(sh.Mesh(**axes)).run(body)
-    for i, options in enumerate(OPTIONS):
+    for i, options in enumerate(some):
         want = one.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **options)
         for of_rank in found:
             assert (of_rank[i].tokens, of_rank[i].seeds) == (want.tokens, want.seeds)
@@ -177,13 +180,13 @@ def test_ranks_that_are_told_different_things():
         ),
         """\
 generate: ranks were told different things
-    prompts: rank 1 was told otherwise than rank 0
-    max_new_tokens: rank 1 was told otherwise than rank 0
+    prompts: [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8], [20, 30, 11, 4]] on rank 0; [[9, 8], [20, 30, 11, 4]] on rank 1
+    max_new_tokens: 5 on rank 0; 6 on rank 1
     fix: the same arguments on every rank     mesh: tp=2
 generate: rank 1 refused what it was told, and says why; so nothing ran
 prompts[0][0]: token id 99 is outside the vocabulary of 31
 build: ranks were told different things
-    batch, max_len or chunk: rank 1 was told otherwise than rank 0
+    batch: 3 on rank 0; 4 on rank 1
     fix: the same arguments on every rank     mesh: tp=2""",
     )
 
@@ -258,16 +261,19 @@ program tiny   float64   batch 3   max_len 40   chunk 4
   weights  1,316 parameters, 10.3 KiB on this rank
   cache    9.9 KiB on this rank, 1 x (k 2 65 1 4, v 2 65 1 4); 1 x (k 2 7 2 4, v 2 7 2 4)
   runs     eagerly: ranks are threads, among which the compiler is not safe
+  agrees   once a call; on 10.3 KiB of weights, which other ranks hold too, when these may have changed
   choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more
   sums     over tp by the library's all-reduce (one_shot_all_reduce: no float64)
 
-prefill   6 exchanges, sends 3.2 KiB, receives 3.2 KiB
-  all-reduce  over tp  embedded  x1    640 B
-  all-reduce  over tp  out       x4  2.5 KiB
-  all-gather  over tp  shares    x1     48 B
+prefill   7 exchanges, sends 3.3 KiB, receives 3.3 KiB
+  all-gather  over dp/tp  agreement  x1    144 B
+  all-reduce  over tp     embedded   x1    640 B
+  all-reduce  over tp     out        x4  2.5 KiB
+  all-gather  over tp     shares     x1     48 B
 
-decode   6 exchanges, sends 848 B, receives 848 B
-  all-reduce  over tp  embedded  x1  160 B
-  all-reduce  over tp  out       x4  640 B
-  all-gather  over tp  shares    x1   48 B""",
+decode   7 exchanges, sends 992 B, receives 992 B
+  all-gather  over dp/tp  agreement  x1  144 B
+  all-reduce  over tp     embedded   x1  160 B
+  all-reduce  over tp     out        x4  640 B
+  all-gather  over tp     shares     x1   48 B""",
     )

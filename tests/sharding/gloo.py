@@ -1,6 +1,7 @@
 """Scenarios on real processes: started once, each runs a list of functions, and each result comes back by itself.
 
-Importing torch is what a process costs, so a file of tests starts its processes once. A scenario is a function of no
+Importing torch is what a process costs, so a file of tests starts its processes once, and they are forked off one that
+has imported it; but for those that are `fresh`. A scenario is a function of no
 arguments at the top of a module; every process runs the same ones in the same order. One that fails ends its process:
 its peers would wait in a group that no longer agrees. A wait that never ends is a failure that says who stood where.
 """
@@ -74,12 +75,16 @@ class Results:
         return mine.failures.get(name) or f"{mine.ended or 'never came to it'}, in {mine.at}{blame}"
 
 
-def run(ranks: int, scenarios: Sequence[Scenario], *, limit: float = 120.0, timeout: float = 20.0) -> Results:
+def run(
+    ranks: int, scenarios: Sequence[Scenario], *, limit: float = 120.0, timeout: float = 20.0, fresh: bool = False
+) -> Results:
     """Run scenarios on so many processes.
 
-    limit: seconds for all of it, after which every process is killed. timeout: seconds of one collective.
+    limit: seconds for all of it, after which every process is killed. timeout: seconds of one collective. fresh: each
+    imports for itself, as under torchrun, so that sets of strings have another order on each rank.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("spawn" if fresh else "forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
     names = [(s.__module__, s.__name__) for s in scenarios]
     started: list[_Process] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -109,6 +114,14 @@ def run(ranks: int, scenarios: Sequence[Scenario], *, limit: float = 120.0, time
     return Results(started)
 
 
+# By the process off which others are forked: what each would import before its first exchange.
+_IMPORTED = (
+    "torch",
+    "torch.distributed._functional_collectives",
+    "torch._dynamo",
+    "meshfn.programs",
+    "meshfn.sharding",
+)
 # One thread a process: threads of several processes on few cores would wait for each other.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -161,10 +174,10 @@ def mesh_of(**axes: int) -> Any:
     return sh.ProcessGroup(DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axes))).mesh
 
 
-def breakable(seconds: float) -> sh.Mesh:
+def breakable(seconds: float, axis: str = "u") -> sh.Mesh:
     """All processes with a group of their own and a short limit: it may break, the others go on."""
     group: Any = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=seconds))
-    return sh.ProcessGroup(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("u",))).mesh
+    return sh.ProcessGroup(DeviceMesh.from_group(group, "cpu", mesh_dim_names=(axis,))).mesh
 
 
 def gradients(y: Tensor, xs: Sequence[Tensor], seed: int = 0) -> tuple[Tensor, ...]:

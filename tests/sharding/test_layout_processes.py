@@ -30,7 +30,7 @@ def two():
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [random_layouts, counted, compiled, trained, measured, misfits])
+    return gloo.run(4, [random_layouts, counted, compiled, trained, measured, misfits], fresh=True)
 
 
 @functools.cache

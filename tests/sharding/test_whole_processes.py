@@ -32,7 +32,7 @@ STEPS = [
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [steps, checkpoints])
+    return gloo.run(4, [steps, checkpoints], fresh=True)
 
 
 def steps():
