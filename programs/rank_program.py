@@ -22,13 +22,14 @@ from ..functional import tree
 from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
 from .asked import Asked, read_asked
+from .chooser import Chooser
 from .generate import now
 from .model import Model
 from .program import Program
 from .prompts import Prompts
 from .rank_plan import RankPlan, make_rank_plan
 from .ranks import Ranks
-from .sampling import Chooser, row_seeds
+from .sampling import row_seeds
 from .sizes import Sizes
 from .steps import State, make_steps
 
@@ -154,7 +155,7 @@ class RankChooser(Chooser):
         super().__init__(rows[own], batch=program.sizes.batch, **given, **options)
         self.seeds = seeds
         part = self._ranks.vocabulary
-        if self._needed:
+        if self.needed:
             self._counts = self._counts[:, part.start : part.stop]
 
     def _chosen(

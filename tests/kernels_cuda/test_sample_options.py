@@ -11,7 +11,7 @@ from meshfn.functional import sampling
 from meshfn.functional.sampling import Controls, fold_seed
 from meshfn.functional.shapes import ShapeError
 from meshfn.kernels_cuda import sample_options
-from meshfn.programs.sampling import Chooser
+from meshfn.programs.chooser import Chooser
 from meshfn.programs.steps import State
 
 from .ops import host_ops

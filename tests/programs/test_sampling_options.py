@@ -11,8 +11,9 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn.functional.sampling import Controls, fold_seed, sample
+from meshfn.programs.chooser import Chooser
 from meshfn.programs.load import _packaged_file, _tokenizer_of
-from meshfn.programs.sampling import Chooser, StopStrings, prompt_counts, read_controls
+from meshfn.programs.sampling import StopStrings, prompt_counts, read_controls
 from meshfn.programs.steps import State
 from transformers import StopStringCriteria
 

@@ -1,0 +1,307 @@
+"""One graph a step: choice and random state inside it, several steps a launch. Replayed by the host, without a GPU, and
+held to the plain program, in which every step is a call and every choice eager, bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from meshfn import functional as F
+from meshfn import programs
+from meshfn.programs import captured
+
+from ..families import Letters
+from ..tiny import llama, ours
+from .test_replay import ROWS, Recorded, built, host, plainly, tiny_model
+
+__all__ = ["host"]
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "seed": 4, "temperature": 1.3},
+    {"do_sample": True, "seed": [4, 2**62, 0], "top_k": 0, "top_p": 0.9, "min_p": 0.01},
+    {"do_sample": True, "seed": 6, "top_k": 7, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": -0.2},
+]
+
+
+def pair(monkeypatch: Any, model: programs.Model | None = None, **options: Any) -> tuple[Any, Any]:
+    """A program that is replayed, and the plain one."""
+    model = model or tiny_model()
+    return built(model, **options), plainly(monkeypatch, model, **options)
+
+
+def same(found: programs.Generation, expected: programs.Generation) -> bool:
+    names = ("tokens", "logprobs", "finish_reason", "seeds", "lengths", "text")
+    return all(getattr(found, name) == getattr(expected, name) for name in names)
+
+
+def both(programs_: tuple[Any, Any], prompts: Any = ROWS, **given: Any) -> programs.Generation:
+    """What both return, which is one."""
+    found, expected = (each.generate(prompts, return_logprobs=True, **given) for each in programs_)
+    assert same(found, expected), (found, expected)
+    assert found.timings.steps == expected.timings.steps
+    assert torch.equal(found.sequences, expected.sequences)
+    return found
+
+
+def test_options_of_every_kind_by_the_same_graphs(host, monkeypatch):
+    """Ragged rows, with the greedy ones in between: buffers of options are those of the call, and counts begin anew."""
+    two = pair(monkeypatch)
+    seen = [both(two, max_new_tokens=n, **options).tokens for options in OPTIONS for n in (1, 2, 12, 20)]
+    assert seen == [both(two, max_new_tokens=n, **options).tokens for options in OPTIONS for n in (1, 2, 12, 20)]
+    assert two[0]._captured.captures == host.count("capture") == 4
+    assert {name for name in host.launched if name[1]} == {(1, True), (8, True)}
+    assert len({str(tokens) for tokens in seen}) == len(seen)
+
+
+def test_double_precision_and_fewer_rows_than_the_batch(host, monkeypatch):
+    two = pair(monkeypatch, dtype=torch.float64, batch=4)
+    for options in OPTIONS[:2] + OPTIONS[4:]:
+        both(two, ROWS[:2], max_new_tokens=11, **options)
+
+
+def test_a_row_is_drawn_again_alone_by_its_seed(host, monkeypatch):
+    two, given = pair(monkeypatch), {"max_new_tokens": 12, "do_sample": True, "temperature": 2.0}
+    several = both(two, [ROWS[0]], num_return_sequences=3, seed=7, **given)
+    assert len({tuple(row) for row in several.tokens}) == 3
+    for row, seed in zip(several.tokens, several.seeds or (), strict=True):
+        assert both(two, [ROWS[0]], seed=[seed], **given).tokens == [row]
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=["greedy", "drawn"])
+def test_rows_that_end_within_a_launch_write_nothing_more(host, monkeypatch, options):
+    """Ends at each place of a launch; the cache of a row beyond its end keeps its NaN."""
+    two = pair(monkeypatch)
+    free = both(two, max_new_tokens=30, **options).tokens
+    for place in (0, 1, 7, 8, 9, 15, 16, 17):
+        end = free[0][place]
+        for program in two:
+            for cache in program.cache:
+                cache.k.fill_(torch.nan)
+                cache.v.fill_(torch.nan)
+        found = both(two, max_new_tokens=30, eos_token_id=[end, 96], **options)
+        assert found.tokens[0] == free[0][: free[0].index(end) + 1]
+        for program in two:
+            for cache in program.cache:
+                for i, (row, new) in enumerate(zip(ROWS, found.tokens, strict=True)):
+                    held = len(row) + len(new) - 1
+                    assert bool(cache.k[i, :held].isfinite().all())
+                    assert bool(cache.k[i, held:].isnan().all()), "a row that had ended was written"
+    assert host.count("capture") == (4 if options else 2)
+
+
+def test_steps_of_a_call_and_how_they_are_launched(host, monkeypatch):
+    """As many steps as without a graph: ends are looked for every 16, and no launch goes beyond what was asked for."""
+    two = pair(monkeypatch)
+    free = both(two, [ROWS[0]], max_new_tokens=40).tokens[0]
+
+    def launched(**given: Any) -> tuple[int, list[int]]:
+        host.launched.clear()
+        steps = both(two, [ROWS[0]], **given).timings.steps
+        assert sum(n for n, _ in host.launched) == steps
+        return steps, [n for n, _ in host.launched]
+
+    assert launched(max_new_tokens=1) == (0, [])
+    assert launched(max_new_tokens=8) == (7, [1] * 7)
+    assert launched(max_new_tokens=26) == (25, [8, 8, 8, 1])
+    assert launched(max_new_tokens=40, eos_token_id=free[3]) == (16, [8, 8])
+    assert launched(max_new_tokens=12, eos_token_id=free[3]) == (11, [8, 1, 1, 1])
+    assert launched(max_new_tokens=67) == (66, [8] * 8 + [1, 1])  # to the last slot of max_len=70
+    state = two[0].prefill(ROWS)
+    host.launched.clear()
+    two[0].decode(state)
+    assert host.launched == [(1, False)]
+
+
+def test_a_program_too_short_for_a_launch_of_several_steps(host, monkeypatch):
+    assert [captured.launch_steps(n) for n in (1, 9, 10, 1024)] == [1, 1, 8, 8]
+    two = pair(monkeypatch, max_len=9)
+    both(two, [[5]], max_new_tokens=8)
+    assert host.count("capture") == 1
+
+
+def test_stop_strings_and_streams(host, monkeypatch):
+    two = pair(monkeypatch, dataclasses.replace(tiny_model(), tokenizer=Letters()))
+    given: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "temperature": 3.0, "seed": 1}
+    free = both(two, **given)
+    stop = Letters().decode(free.tokens[1][5:8])
+    found = both(two, stop_strings=stop, **given)
+    assert found.tokens[1] == free.tokens[1][:8]
+    host.launched.clear()
+    seen: list[list[Any]] = []
+    for program in two:
+        log: list[Any] = []
+        stream = type("Stream", (), {"put": lambda _, x, log=log: log.append(x), "end": lambda _, log=log: log.append(0)})
+        program.generate([ROWS[0]], streamer=stream(), **given | {"seed": [free.seeds[0]]})
+        seen.append([x if x == 0 else x.flatten().tolist() for x in log])  # read at the end: each is as it was put
+    assert seen[0] == seen[1] == [ROWS[0], *[[t] for t in free.tokens[0]], 0]
+    assert host.launched == [(1, True)] * 39
+
+
+def test_a_row_of_nan_ends_within_a_launch(host, monkeypatch):
+    two = pair(monkeypatch)
+    used = both(two, ROWS[:1], max_new_tokens=12).tokens[0]
+    broken = two[0].params.embed.detach().clone()
+    broken[used[4]] = torch.nan
+    for program in two:
+        program.params = F.tree.replace(program.params, {".embed": broken})
+    found = both(two, ROWS[:1], max_new_tokens=12)
+    assert found.tokens[0] == [*used[: used.index(used[4]) + 1], 0]
+    assert found.finish_reason == ["nan"]
+
+
+def test_where_longrope_turns_steps_are_single_and_counts_are_right(host, monkeypatch):
+    module = llama(
+        rope={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 24,
+        }
+    )
+    two = pair(monkeypatch, ours(module))
+    for options in OPTIONS:
+        host.launched.clear()
+        both(two, max_new_tokens=30, **options)
+        # Rows of 3, 21 and 8 tokens turn with the 22nd, the 4th and the 17th step.
+        assert [n for n, _ in host.launched] == [1] * 16 + [1] * 6 + [1, 1] + [1] * 5
+        whole = [row for row in ROWS if len(row) == 21]
+        host.launched.clear()
+        both(two, whole, max_new_tokens=30, **options)
+        assert [n for n, _ in host.launched] == [1] * 4 + [8] + [1] * 4 + [8] + [1] * 5
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=["greedy", "drawn"])
+def test_a_leaf_that_moved_is_captured_again_once(host, monkeypatch, options, caplog):
+    two = pair(monkeypatch)
+    before = both(two, max_new_tokens=20, **options).tokens
+    captures = host.count("capture")
+    with torch.no_grad():
+        for leaf in F.tree.leaves(two[0].params):
+            leaf.mul_(-0.7)
+    assert both(two, max_new_tokens=20, **options).tokens != before
+    assert host.count("capture") == captures
+    moved = F.tree.map(lambda t: (t.detach() * -1.1), two[0].params)
+    with caplog.at_level("INFO", "meshfn.programs.captured"):
+        for program in two:
+            program.params = moved
+        for _ in range(2):
+            both(two, max_new_tokens=20, **options)
+    assert len(caplog.records) == 1
+    assert host.count("capture") == captures + 2  # of each length, with these options
+
+
+def test_a_capture_of_options_that_fails(host, monkeypatch):
+    """In the middle of a call, before its first launch: the next calls do as if it had not been."""
+    two = pair(monkeypatch)
+    capture = host.capture
+
+    def fail(name: Any, run: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing") if name[1] else capture(name, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "capture", fail)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"cannot be captured.*not permitted(.|\n)*fix: .*compile=False"):
+                two[0].generate(ROWS, max_new_tokens=20, **OPTIONS[1])
+    for options in OPTIONS:
+        both(two, max_new_tokens=20, **options)
+
+
+def test_a_capture_in_the_middle_of_a_generation_leaves_it_alone(host, monkeypatch):
+    """The first launch of one step with options comes after one of eight."""
+    two = pair(monkeypatch)
+    both(two, max_new_tokens=9, **OPTIONS[3])
+    assert host.count("capture") == 3
+    both(two, max_new_tokens=12, **OPTIONS[3])
+    assert host.count("capture") == 4
+
+
+def test_a_streamer_that_closes_its_program(host, monkeypatch):
+    two = pair(monkeypatch)
+
+    class Closing:
+        def put(self, value: Any) -> None:
+            two[0].close()
+
+    with pytest.raises(RuntimeError, match="this program is in use by another call"):
+        two[0].generate([ROWS[0]], streamer=Closing())
+    both(two, max_new_tokens=9)
+    releases = host.count("release")
+    two[0].close()
+    assert host.count("release") == releases + 1
+    assert two[0]._captured._columns == {}
+
+
+def test_copies_of_weights_are_fresh_whatever_wrote_them(host, monkeypatch):
+    """Also in the middle of a generation, and where no version counter moves: a fused optimiser of torch's is such."""
+    model = tiny_model()
+    two = pair(monkeypatch, model, dtype=torch.float64)
+    states = [program.prefill(ROWS) for program in two]
+    leaves = [leaf for leaf in F.tree.leaves(model.params) if leaf.requires_grad]
+    optimiser = torch.optim.AdamW(leaves, lr=0.05, fused=True)
+
+    def fused() -> None:
+        for leaf in leaves:
+            leaf.grad = torch.ones_like(leaf)
+        optimiser.step()
+
+    def by_data() -> None:
+        leaves[0].data.mul_(-1.1)
+
+    def under_inference() -> None:
+        with torch.inference_mode():
+            leaves[0].mul_(-0.9)
+
+    for write in (fused, by_data, under_inference):
+        write()
+        fresh = plainly(monkeypatch, model, dtype=torch.float64)
+        expected = fresh.prefill(ROWS).logits
+        assert torch.equal(two[0].prefill(ROWS).logits, expected)
+        states = [program.prefill(ROWS) for program in two]
+        write()
+        states = [program.decode(state) for program, state in zip(two, states, strict=True)]
+        assert torch.equal(states[0].logits, states[1].logits)
+        assert torch.equal(two[0]._weights._converted[".embed"], model.params.embed.double())
+    assert host.count("capture") == 2
+
+
+def test_the_plan_says_how_steps_are_launched(host):
+    def told(**given: Any) -> str:
+        lines = str(programs.plan(model, **given)).splitlines()
+        return "\n".join(lines[: lines.index("")])
+
+    model, cuda = programs.load(llama(), abstract=True), {"device": "cuda", "arch": "sm_90"}
+    assert_expected_inline("\n\n".join([told(**cuda, dtype=torch.bfloat16), told(**cuda, max_len=9), told(dtype=torch.bfloat16)]), """\
+program LlamaForCausalLM   cuda bfloat16 sm_90   batch 1   max_len 1024   chunk 256
+  weights  33,360 parameters, 65.2 KiB, 65.2 KiB of it converted copies, refreshed in place before each call
+  copies   float32 to bfloat16, 65.2 KiB: every leaf
+  cache    128.1 KiB, 2 x (k 1 1025 2 8, v 1 1025 2 8), written in place
+  choice   the most likely token, at the end of a step; with sampling options after it, by one kernel
+  steps    one graph over 1024 slots, 8 steps a launch; 1 for program.decode, a streamer, and where fewer are left
+           inside advance tokens, log-probabilities, positions, finished flags, counts, and draws by seed and position
+           captured when built, for options at their first use, again where a leaf moved; the end is looked for every 16
+
+program LlamaForCausalLM   cuda float32 sm_90   batch 1   max_len 9   chunk 9
+  weights  33,360 parameters, 130.3 KiB, read where the model keeps them
+  cache    8.2 KiB, 2 x (k 1 33 2 8, v 1 33 2 8), written in place
+  choice   the most likely token, at the end of a step; with sampling options after it, by one kernel
+  steps    one graph over 32 slots, 1 step a launch
+           inside advance tokens, log-probabilities, positions, finished flags, counts, and draws by seed and position
+           captured when built, for options at their first use, again where a leaf moved; the end is looked for every 16
+
+program LlamaForCausalLM   cpu bfloat16   batch 1   max_len 1024   chunk 256
+  weights  33,360 parameters, 65.2 KiB, 65.2 KiB of it converted copies, refreshed in place before each call
+  copies   float32 to bfloat16, 65.2 KiB: every leaf
+  cache    128.1 KiB, 2 x (k 1 1025 2 8, v 1 1025 2 8), written in place
+  choice   the most likely token, at the end of a step; with sampling options after it, eagerly
+  steps    one call each, over the slots that rows fill, nothing captured; the end is looked for every 16""")
+
+
+def test_the_recorder_is_what_is_asked_for():
+    assert Recorded().launched == []
