@@ -113,11 +113,13 @@ class Chooser:
         return dataclasses.replace(state, token=token, logprob=logprob, position=position)
 
     def fill(self, choice: Choice) -> None:
-        """Put the options of this call, and the counts of its prompts, into the buffers of a graph, and choose by
-        these, which the graph counts on in."""
+        """Put the options of this call into the buffers of a graph, and choose by these from now on. The counts of its
+        prompts too, which the graph counts on in, where some row is penalized by them."""
         for buffer, value in zip(tree.leaves(choice.controls), tree.leaves(self._controls), strict=True):
             buffer.copy_(value)
-        self._controls, self._counts = choice.controls, choice.counts.copy_(self._counts)
+        if self._shortcuts["penalizes"]:
+            choice.counts.copy_(self._counts)
+        self._controls, self._counts = choice
 
     def _uniform(self, after: Tensor) -> Tensor:
         """What each row draws by, `uniform` of its seed and position: made for every position to come at once, since it

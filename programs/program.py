@@ -39,7 +39,7 @@ class Program(Held):
 
     params: the parameters it reads at each call; may be set to others of the same shapes.
     cache: one entry a layer, written in place by prefill and decode.
-    On a GPU decode is one graph, captured when it is built and again, with a line to the log, when a parameter moved.
+    On a GPU decode is one graph, choice and all, captured when built and again, with a logged line, when a leaf moved.
     `with build(...) as program:` closes it at the end.
     """
 
