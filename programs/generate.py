@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import functional as F
 from .prompts import Prompts
 from .sampling import StopStrings
+from .sizes import Sizes
 from .steps import State
 
 __all__ = ["Generation", "Streamer", "Timings"]
@@ -92,6 +93,23 @@ def turns_of(cfg: F.DecoderConfig) -> list[int]:
     ropes = [each.attention.rope for each in cfg.layers]
     turns = {rope.original_max_position_embeddings for rope in ropes if rope and rope.rope_type == "longrope"}
     return sorted(turn for turn in turns if turn is not None)
+
+
+def check_state(state: State, session: int, sizes: Sizes, turns: Sequence[int], last: str) -> int:
+    """-> the tokens of the longest row, the one to be fed included. session: of the program, after its last prefill or
+    step, as `last` says. turns: see `turns_of`. Raises `ValueError` for a state that cannot be decoded from."""
+    if state.session != session or state.position.shape != (sizes.batch,):
+        raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
+    longest = int(state.position.max()) + 1
+    if longest > sizes.max_len:
+        raise ValueError(f"decode: a row holds max_len={sizes.max_len} tokens; there is no slot for another")
+    turning = [turn for turn in turns if bool((state.position == turn).any())]
+    if turning:
+        raise ValueError(
+            f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
+            "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
+        )
+    return longest
 
 
 def crossing(turns: Sequence[int], rows: Sequence[list[int]], taken: int, n: int) -> bool:

@@ -16,7 +16,7 @@ from ..functional.cache import Cache
 from .asked import Asked, read_asked
 from .captured import CapturedDecode, launch_steps, leaf_names
 from .chooser import Chooser
-from .generate import Generation, Streamer, Timings, assemble, crossing, now, run_decode, turned, turns_of
+from .generate import Generation, Streamer, Timings, assemble, check_state, crossing, now, run_decode, turned, turns_of
 from .graph import LeafPaths
 from .held import Held
 from .kernel import Kernel
@@ -232,18 +232,7 @@ class Program(Held):
         another (`dataclasses.replace(state, token=...)`).
         Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
         """
-        if state.session != self._session or state.position.shape != (self.sizes.batch,):
-            last = "step" if self._spent else "prefill"
-            raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
-        longest = int(state.position.max()) + 1
-        if longest > self.sizes.max_len:
-            raise ValueError(f"decode: a row holds max_len={self.sizes.max_len} tokens; there is no slot for another")
-        turning = [turn for turn in self._turns if bool((state.position == turn).any())]
-        if turning:
-            raise ValueError(
-                f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
-                "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
-            )
+        longest = check_state(state, self._session, self.sizes, self._turns, "step" if self._spent else "prefill")
         stop = end_tokens(eos_token_id)
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
