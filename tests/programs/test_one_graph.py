@@ -11,7 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
-from meshfn.programs import captured, dynamo
+from meshfn.programs import captured, dynamo, generate
 
 from ..families import Letters, family
 from ..tiny import llama
@@ -119,6 +119,7 @@ def test_steps_of_a_call_and_how_they_are_launched(host, monkeypatch):
 
 def test_a_program_too_short_for_a_launch_of_several_steps(host, monkeypatch):
     assert [captured.launch_steps(n) for n in (1, 9, 10, 1024)] == [1, 1, 8, 8]
+    assert generate.CHECK_EVERY % captured.STEPS == 0
     two = pair(monkeypatch, max_len=9)
     both(two, [[5]], max_new_tokens=8)
     assert host.count("capture") == 1
