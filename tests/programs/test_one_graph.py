@@ -117,6 +117,23 @@ def test_steps_of_a_call_and_how_they_are_launched(host, monkeypatch):
     assert host.launched == [(1, False)]
 
 
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=["greedy", "drawn"])
+def test_between_launches_nothing_is_computed_and_their_tokens_alone_are_copied(host, monkeypatch, options):
+    program = built(tiny_model())
+    program.generate(ROWS, max_new_tokens=20, **options)
+    monkeypatch.setattr(host, "replay", lambda name: None)
+
+    def calls(n: int) -> dict[str, int]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+            program.generate(ROWS, max_new_tokens=n, eos_token_id=(), **options)
+        return {event.key: event.count for event in profile.key_averages()}
+
+    few, many = calls(18), calls(34)  # 17 steps, and 16 more: two launches
+    more = {name: count - few.get(name, 0) for name, count in many.items() if count != few.get(name, 0)}
+    assert more.pop("aten::copy_") == 4  # tokens and log-probabilities
+    assert set(more) <= {"aten::slice", "aten::as_strided"}  # views
+
+
 def test_a_program_too_short_for_a_launch_of_several_steps(host, monkeypatch):
     assert [captured.launch_steps(n) for n in (1, 9, 10, 1024)] == [1, 1, 8, 8]
     assert generate.CHECK_EVERY % captured.STEPS == 0
