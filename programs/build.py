@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from .lower import with_table
 from .model import Model, check_model
 from .program import Program
 from .rank_program import RankProgram
+from .rank_steps import why_eager as of_ranks
 from .ranks import Ranks, check_mesh, check_ranks
 from .report import Plan, make_plan
 from .sizes import Sizes, Target
@@ -34,7 +34,7 @@ def build(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     strict: bool = False,
-    compile: bool = True,
+    compile: bool | None = None,
     kernels: Sequence[Kernel] = (),
     mesh: Mesh | None = None,
     layout: Layout | None = None,
@@ -45,36 +45,26 @@ def build(
     call takes. dtype, device: the model's unless given; weights that must be converted are copied once and refreshed
     in place before each use. strict: a primitive without a kernel is an error that lists them all (those of `score` at
     its first use).
-    compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning.
+    compile: False runs the same functions eagerly; so does a machine without a compiler, with a warning. Unless given,
+    it is True but over ranks that cannot (threads, or experts dealt out), where the plan says so.
     kernels: tried before those of `lower.KERNELS`. Raises `ValueError` before any work.
     mesh, layout: of a rank among several, its own mesh and how the model lies; every rank makes this call, and gets its
     part, see `RankProgram`. batch is of all ranks. model: the whole one, of which a rank reads its shards where they
-    lie, or one whose params are this rank's (`load_shards`). It runs eagerly.
+    lie, or one whose params are this rank's (`load_shards`). Ranks compile each in its own time, and then meet.
     """
     check_model("build", model)
     if mesh is not None or layout is not None:
-        given = {"strict": strict, "kernels": tuple(kernels)}
-        return _build_rank(model, mesh, layout, Sizes(batch=batch, max_len=max_len, chunk=chunk), dtype, device, given)
+        sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
+        return _build_rank(model, mesh, layout, sizes, dtype, device, kernels, strict, compile)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
         raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
     place = _device(device, model.device)
     dtype = dtype or model.dtype
     _check_place(place, dtype)
-    problem = dynamo.compiler_problem(place) if compile else None
-    if problem is not None:
-        warnings.warn(f"build: {problem}; this program runs eagerly, as with compile=False", stacklevel=2)
-        compile = False
-    longest = dynamo.longest_sum(place) if compile else None
-    if longest is not None and sizes.slots - 1 > longest:
-        raise ValueError(
-            f"build(max_len={max_len}): torch {torch.__version__} compiles caches of {longest} tokens at most\n"
-            f"    fix: max_len={longest}, compile=False, or torch 2.13"
-        )
-    if (kernels or strict) and not compile:
-        what = "kernels=..." if kernels else "strict=True"
-        raise ValueError(f"build({what}): kernels are put into compiled graphs\n    fix: compile=True")
-    program = Program(model, sizes, place, dtype, tuple(kernels), strict, compile)
+    why_eager = _why_eager(compile, place, sizes)
+    _check_graphs(kernels, strict, why_eager)
+    program = Program(model, sizes, place, dtype, tuple(kernels), strict, why_eager is None)
     if strict and (left := [f"{name} {line}" for name, p in program.plan.phases.items() for line in p.left]):
         raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
     program.warm_up()
@@ -119,7 +109,9 @@ def _build_rank(
     sizes: Sizes,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
-    given: dict[str, Any],
+    kernels: Sequence[Kernel],
+    strict: bool,
+    compile: bool | None,
 ) -> RankProgram:
     """`build` of one rank among several."""
     if mesh is None or layout is None:
@@ -130,22 +122,56 @@ def _build_rank(
     _check_there(place)  # a rank without its device cannot tell the others
     ranks = Ranks(model.config, mesh, layout, place)
     try:
-        if idle := [name for name, value in given.items() if value]:
-            raise ValueError(f"build({idle[0]}=...): programs over ranks are not compiled\n    fix: without {idle[0]}")
         if model.device.type == "meta":
             raise ValueError(
                 "build: the model has no weights, it was loaded with abstract=True\n    fix: load it without"
             )
         _check_place(ranks.device, kind)
         check_ranks(model.config, mesh, layout, sizes.batch)
+        why_eager = _why_eager(compile, place, sizes, of_ranks(ranks))
+        _check_graphs(kernels, strict, why_eager)
+        names = [kernel.name for kernel in with_table(Target(place.type, kind), kernels)]
     except Exception:
         ranks.agree("build", None)
         raise
     ranks.agree("build", {"model.config": model.config, "batch, max_len or chunk": sizes, "dtype": kind,
-                          "layout": layout.chains, "mesh": mesh.axes})  # fmt: skip
-    program = RankProgram(model, sizes, ranks.device, kind, mesh=mesh, layout=layout)
-    program.warm_up()
+                          "layout": layout.chains, "mesh": mesh.axes,
+                          "compile, strict or kernels": (why_eager is None, strict, names)})  # fmt: skip
+    program = RankProgram(model, sizes, ranks.device, kind, tuple(kernels), strict, why_eager, mesh=mesh, layout=layout)
+    try:
+        program.warm_up()
+    except Exception:
+        program.close()
+        raise
     return program
+
+
+def _why_eager(compile: bool | None, place: torch.device, sizes: Sizes, never: str | None = None) -> str | None:
+    """Why a program is not compiled, or None. never: why it cannot be, whatever the machine."""
+    if compile is False:
+        return "compile=False"
+    if never is not None:
+        if compile:
+            raise ValueError(f"build(compile=True): {never}\n    fix: without it, or compile=False")
+        return never
+    problem = dynamo.compiler_problem(place)
+    if problem is not None:
+        warnings.warn(f"build: {problem}; this program runs eagerly, as with compile=False", stacklevel=3)
+        return problem
+    longest = dynamo.longest_sum(place)
+    if longest is not None and sizes.slots - 1 > longest:
+        raise ValueError(
+            f"build(max_len={sizes.max_len}): torch {torch.__version__} compiles caches of {longest} tokens at most\n"
+            f"    fix: max_len={longest}, compile=False, or torch 2.13"
+        )
+    return None
+
+
+def _check_graphs(kernels: Sequence[Kernel], strict: bool, why_eager: str | None) -> None:
+    if (kernels or strict) and why_eager is not None:
+        what = "kernels=..." if kernels else "strict=True"
+        fix = "compile=True" if why_eager == "compile=False" else f"without it: {why_eager}"
+        raise ValueError(f"build({what}): kernels are put into compiled graphs\n    fix: {fix}")
 
 
 def _device(device: torch.device | str | None, default: torch.device) -> torch.device:

@@ -19,6 +19,7 @@ from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
 from .dynamo import op_name, region_of, source_of, value_of
+from .exchanges import is_exchange
 from .lower import primitive_name
 
 __all__ = ["Graph", "LeafPaths", "live_nodes", "results_of", "shape_text"]
@@ -155,6 +156,8 @@ def _call(node: fx.Node, names: Mapping[fx.Node, str], regions: Mapping[fx.Graph
     options = [o for o in options if not o.startswith("device=")]
     if node.op == "call_method":
         return f"{args[0]}.{node.target}({', '.join(args[1:] + options)})"
+    if is_exchange(node):  # not who makes it, nor by which moves, which its specs tell a reader
+        return f"exchange({args[0][1:-1]}, {args[2].partition(' #')[0]})"
     name = op_name(node).replace("::", ".") or str(getattr(node.target, "__name__", node.target))
     if node.target is operator.getitem:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)

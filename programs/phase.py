@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from . import dynamo
+from .exchanges import in_order
 from .graph import Graph
 from .lower import lower
 
@@ -44,6 +45,7 @@ class Phase:
             text = "\n    ".join(sorted(set(left) ^ set(planned)))
             raise RuntimeError(f"{self.name}: other kernels than planned\n    {text}")
         self._module = module
+        in_order(module)
         return dynamo.inductor(module, inputs)
 
     def __repr__(self) -> str:
@@ -53,5 +55,5 @@ class Phase:
     def graph(self) -> Graph:
         """The Dynamo-level graph as it was compiled, kernels in place; without compiling, as planned."""
         if self._module is None:
-            return self._program.plan.phases[self.name].graph
+            return self._program.planned(self.name).graph
         return Graph(self.name, self._module, self._program.leaf_paths)

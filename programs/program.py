@@ -25,7 +25,7 @@ from .model import Model
 from .phase import Phase
 from .prompts import Prompts, cut, end_tokens, read_prompts
 from .replay import replay_of
-from .report import Plan, make_plan
+from .report import PhasePlan, Plan, make_plan
 from .sampling import SamplingOptions
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target, arch_of
 from .steps import State, make_steps, packed
@@ -93,9 +93,12 @@ class Program(Held):
             self._plan = make_plan(self.model, self.target, self.sizes, self.kernels, self.compiled)
         return self._plan
 
+    def planned(self, phase: str) -> PhasePlan:
+        return self.plan.phases[phase]
+
     def planned_left(self, phase: str) -> list[str] | None:
         """The primitives that the plan leaves without a kernel; None where the build is not held to it."""
-        return self.plan.phases[phase].left if self._held_to_plan and phase in self.plan.phases else None
+        return self.planned(phase).left if self._held_to_plan and phase != "score" else None
 
     def __repr__(self) -> str:
         return str(self.plan)
@@ -126,19 +129,18 @@ class Program(Held):
             start = now(self.device)
             self._weights.allocate()
             inputs = self._inputs()
-            idle = {
-                phase: self.sizes.idle(phase.name, self.model.config, self.dtype, self.device)
-                for phase in (self.prefill, self.decode)
-            }
-            for phase, arguments in idle.items():
-                phase.step(*inputs, *arguments)
+            for phase in (self.prefill, self.decode):
+                phase.step(*inputs, *self._idle(phase))
             if (replay := replay_of(self.device, self.compiled)) is not None:
                 # One static size: what a graph reads does not follow the context.
-                buffers = *idle[self.decode][:2], self._read(self.sizes.max_len)
+                buffers = *self._idle(self.decode)[:2], self._read(self.sizes.max_len)
                 given = leaf_names(self.params, self.cache), launch_steps(self.sizes.max_len), self.target.arch
                 self._captured = CapturedDecode(self.decode.step, replay, buffers, *given)
                 self._captured.prepare(inputs)
             self.build_seconds = now(self.device) - start
+
+    def _idle(self, phase: Phase) -> tuple[Any, ...]:
+        return self.sizes.idle(phase.name, self.model.config, self.dtype, self.device)
 
     def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
         """tokens: those of the longest row, the one fed included."""
@@ -341,7 +343,10 @@ class Program(Held):
             ),
         )
 
-    # What a rank among several does otherwise: it has some of the rows.
+    # What a rank among several does otherwise: it has some of the rows, and compiles beside others.
+
+    def _ready(self, phase: Phase) -> None:
+        """Called before a phase runs that may not be compiled yet."""
 
     def _asked(self, **given: Any) -> Asked:
         return read_asked(self.model, self.batch, self._prompts, **given)
@@ -376,6 +381,7 @@ class Program(Held):
         """
         read = self._prompts(prompts, attention_mask)
         with self._alone():
+            self._ready(self._score)
             self._session += 1
             inputs = self._inputs()
             parts = []

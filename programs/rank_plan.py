@@ -1,27 +1,29 @@
 """The plan of a program over ranks: who has what, and what a step sends, before a byte moves.
 
-The steps themselves are run on tensors without memory, behind a transport that sends nothing; so a plan cannot differ
-from what runs.
+The steps themselves are run on tensors without memory, behind a transport that sends nothing; and where they are
+compiled, their graphs are read. So a plan cannot differ from what runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from .. import functional as F
 from ..functional import tree
 from ..sharding import Event, Mesh, Trace
 from ..sharding.classes import Dry
+from ..sharding.opaque import Port
+from .kernel import Kernel
 from .model import Model, count_text
+from .rank_steps import compiled_seam
 from .ranks import Ranks
-from .report import cache_text
+from .report import PhasePlan, abstract_params, cache_text, phase_plan
 from .rows import size_text
-from .sizes import Sizes
-from .steps import State, make_steps, packed
-from .weights import computed_dtype
+from .sizes import Sizes, Target
+from .steps import make_steps, packed
 
 __all__ = ["RankPlan", "make_rank_plan"]
 
@@ -29,7 +31,8 @@ __all__ = ["RankPlan", "make_rank_plan"]
 @dataclass(frozen=True)
 class RankPlan:
     """print(plan) is its text. weights, cache: bytes of this rank. phases: what a call of each sends, as a trace has
-    it, by name; none where experts are dealt out, of which only the router says who sends what."""
+    it, by name; none where experts are dealt out, of which only the router says who sends what. why_eager: None where
+    steps are compiled; then `steps` has a plan of each, node by node, which is traced when it is asked for."""
 
     model: str
     mesh: str
@@ -41,6 +44,12 @@ class RankPlan:
     cache: int
     cache_text: str
     phases: Mapping[str, tuple[Event, ...]]
+    why_eager: str | None
+    trace: Callable[[], Mapping[str, PhasePlan]] = field(compare=False)
+
+    @functools.cached_property
+    def steps(self) -> Mapping[str, PhasePlan]:
+        return self.trace() if self.why_eager is None else {}
 
     def bytes(self, phase: str) -> tuple[int, int]:
         """That a call of a phase sends and receives."""
@@ -54,7 +63,7 @@ class RankPlan:
             f"  layout   {self.layout}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank",
             f"  cache    {size_text(self.cache)} on this rank, {self.cache_text}",
-            "  runs     eagerly",
+            "  runs     " + ("compiled, one graph a step" if self.why_eager is None else f"eagerly: {self.why_eager}"),
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
         lines += (
@@ -78,32 +87,44 @@ class RankPlan:
                     for i, (cell, w) in enumerate(zip(line, widths, strict=True))
                 ]
                 lines.append("  " + "  ".join(cells))
+            if name in self.steps:
+                step = self.steps[name]
+                lines += ["", f"{name} of this rank   {step.header}"]
+                lines += [*(f"  {note}" for note in step.notes), *step.lines()]
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype) -> RankPlan:
+def make_rank_plan(
+    model: Model, ranks: Ranks, sizes: Sizes, target: Target, kernels: Sequence[Kernel], why_eager: str | None
+) -> RankPlan:
     """model: the rank's own. sizes: of all ranks."""
-    axes, rank, meta = ranks.mesh.axes, ranks.mesh.rank, torch.device("meta")
+    axes, rank, dtype = ranks.mesh.axes, ranks.mesh.rank, target.dtype
     trace = Trace(Mesh(**dict(axes)).at(rank, Dry(axes, rank)))
-    dry, own = Ranks(ranks.given, trace.mesh, ranks.layout, meta), ranks.sizes(sizes)
-    fp32 = tree.fp32_paths(model.params)
-    leaves = {
-        path: torch.empty_like(leaf, dtype=computed_dtype(leaf.dtype, dtype, path in fp32), device=meta)
-        for path, leaf in tree.paths(model.params).items()
-    }
-    params: F.Decoder = tree.replace(model.params, leaves)
+    dry, own = Ranks(ranks.given, trace.mesh, ranks.layout, torch.device("meta")), ranks.sizes(sizes)
+    params, _ = abstract_params(model, target)
     caches = dry.caches(sizes, dtype)
-    steps = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
-    part, phases = dry.vocabulary, {}
-    for name in ("prefill", "decode") if not ranks.deals else ():
+    inputs = {name: dry.idle(own.idle(name, model.config, dtype, "meta"), dtype) for name in ("prefill", "decode")}
+    eager = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
+    phases = {}
+    for name in inputs if not ranks.deals else ():
         trace.clear()
-        _, *rest = own.idle(name, model.config, dtype, meta)
-        state = State.empty(own.batch, part.stop - part.start, dtype, meta)
         with torch.no_grad():
-            steps[name](*packed(params, caches), state, *rest)
+            eager[name](*packed(params, caches), *inputs[name])
         phases[name] = tuple(trace)
+
+    def traced() -> dict[str, PhasePlan]:
+        port = Port(trace.mesh)
+        compiled = make_steps(model.config, compiled_seam(dry, port.mesh, own.chunk))
+        found = {
+            name: phase_plan(name, compiled[name], params, caches, given, own, target, kernels)
+            for name, given in inputs.items()
+        }
+        port.close()
+        return found
+
+    leaves = tree.leaves(params)
     return RankPlan(
         model=model.name,
         mesh=str(ranks.mesh),
@@ -115,9 +136,11 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype)
             f"max_len {sizes.max_len}",
             f"chunk {sizes.chunk}",
         ),
-        num_parameters=sum(leaf.numel() for leaf in leaves.values()),
-        weights=sum(leaf.numel() * leaf.itemsize for leaf in leaves.values()),
+        num_parameters=sum(leaf.numel() for leaf in leaves),
+        weights=sum(leaf.numel() * leaf.itemsize for leaf in leaves),
         cache=sum(leaf.numel() * leaf.itemsize for each in caches for leaf in tree.leaves(each)),
         cache_text=cache_text(caches),
         phases=phases,
+        why_eager=why_eager,
+        trace=traced,
     )

@@ -21,14 +21,19 @@ from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
+from ..sharding.opaque import Port
 from .asked import Asked, read_asked
 from .chooser import Chooser
 from .generate import now
+from .kernel import Kernel
 from .model import Model
+from .phase import Phase
 from .program import Program
 from .prompts import Prompts
 from .rank_plan import RankPlan, make_rank_plan
+from .rank_steps import compiled_seam
 from .ranks import Ranks
+from .report import PhasePlan
 from .sampling import row_seeds
 from .sizes import Sizes
 from .steps import State, make_steps
@@ -37,16 +42,27 @@ __all__ = ["RankProgram"]
 
 
 class RankProgram(Program):
-    """A rank's own, which runs eagerly: ranks may be threads, and Dynamo is not safe among these. params: its shards;
-    may be set to others, or to a whole model's."""
+    """A rank's own. params: its shards; may be set to others, or to a whole model's. why_eager: None where it is
+    compiled."""
 
     def __init__(
-        self, model: Model, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, mesh: Mesh, layout: Layout
+        self,
+        model: Model,
+        sizes: Sizes,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: tuple[Kernel, ...],
+        strict: bool,
+        why_eager: str | None,
+        *,
+        mesh: Mesh,
+        layout: Layout,
     ) -> None:
         self.ranks = Ranks(model.config, mesh, layout, device)
-        self._all = sizes
+        self.why_eager, self._all = why_eager, sizes
+        self._port = Port(mesh) if why_eager is None else None
         own = dataclasses.replace(model, config=self.ranks.config, params=self.ranks.params(model.params))
-        super().__init__(own, self.ranks.sizes(sizes), device, dtype, (), False, False)
+        super().__init__(own, self.ranks.sizes(sizes), device, dtype, kernels, strict, why_eager is None)
         self.batch = sizes.batch
 
     @property
@@ -55,33 +71,71 @@ class RankProgram(Program):
 
     @params.setter
     def params(self, new: F.Decoder) -> None:
-        self._weights.replace(self.ranks.params(new))
+        Program.params.fset(self, self.ranks.params(new))  # type: ignore[attr-defined]
 
     @property
     def plan(self) -> RankPlan:  # type: ignore[override]
-        return make_rank_plan(self.model, self.ranks, self._all, self.dtype)
+        if self._plan is None:
+            args = self.model, self.ranks, self._all, self.target, self.kernels, self.why_eager
+            self._plan = make_rank_plan(*args)  # type: ignore[assignment]
+        return self._plan  # type: ignore[return-value]
+
+    def planned(self, phase: str) -> PhasePlan:
+        if self.why_eager is not None:
+            raise ValueError(f"{phase}.graph: it runs eagerly, and there is none: {self.why_eager}")
+        return self.plan.steps[phase]
 
     def __repr__(self) -> str:
         return str(self.plan)
 
     def warm_up(self) -> None:
-        """Allocate what steps need. Nothing is compiled."""
+        """Allocate what steps need, and compile both phases."""
         with self._alone():
             start = now(self.device)
             self._weights.allocate()
+            self._compile(self.prefill, self.decode)
             self.build_seconds = now(self.device) - start
+
+    def close(self) -> None:
+        super().close()
+        if self._port is not None:
+            self._port.close()
+
+    def _compile(self, *phases: Phase) -> None:
+        """Each rank in its own time, with nothing sent. Raises on every rank where one fails."""
+        if self._port is None:
+            return
+        try:
+            left = [f"{phase.name} {line}" for phase in phases for line in self.planned_left(phase.name) or ()]
+            if self.strict and left:
+                raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
+            with self._port.silent():
+                for phase in phases:
+                    phase.step(*self._inputs(), *self._idle(phase))
+        except Exception:
+            self.ranks.agree("build", None)
+            raise
+        self.ranks.agree("build", {"what to compile": [phase.name for phase in phases]})
+
+    def _ready(self, phase: Phase) -> None:
+        if phase.compiles == 0:
+            self._compile(phase)
+
+    def _idle(self, phase: Phase) -> tuple[Any, ...]:
+        return self.ranks.idle(super()._idle(phase), self.dtype)
 
     def _caches(self) -> tuple[Cache, ...]:
         return self.ranks.caches(self._all, self.dtype)
 
     def _steps(self) -> dict[str, Callable[..., Any]]:
+        if self._port is not None:
+            return make_steps(self.model.config, compiled_seam(self.ranks, self._port.mesh, self.sizes.chunk))
         structures = (tree.structure(x) for x in (self.model.params, self.cache))
         return make_steps(self.model.config, self.ranks.seam(*structures))
 
     def _start(self) -> State:
         self._session += 1
-        rows = self.ranks.vocabulary
-        return State.empty(self.sizes.batch, rows.stop - rows.start, self.dtype, self.device)
+        return self.ranks.state(self.sizes.batch, self.dtype)
 
     def _prompts(self, *given: Any, **more: Any) -> Prompts:
         """This rank's. Raises on every rank where one was given others, or some that are refused."""

@@ -23,7 +23,7 @@ from ..sharding.ports import Sized
 from ..sharding.spec import parse
 from ..sharding.wires import LayoutWire
 from .sizes import Sizes, by_channel
-from .steps import Seam
+from .steps import Seam, State
 
 __all__ = ["Ranks", "check_mesh", "check_ranks"]
 
@@ -95,6 +95,16 @@ class Ranks:
         found = tree.map(lambda leaf: make(leaf.shape, dtype=leaf.dtype, device=self.device), like)
         return by_channel(found) if isinstance(found, F.GDNCache) else found
 
+    def state(self, batch: int, dtype: torch.dtype) -> State:
+        """Of so many rows, none of them active; logits of its own rows of the vocabulary."""
+        rows = self.vocabulary
+        return State.empty(batch, rows.stop - rows.start, dtype, self.device)
+
+    def idle(self, arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Arguments of a phase, as `Sizes.idle` gives them, with this rank's own state where they begin with one."""
+        first, *rest = arguments
+        return (self.state(len(first.token), dtype), *rest) if isinstance(first, State) else arguments
+
     def wire(self, tokens: int) -> LayoutWire:
         """For choices of `tokens` tokens a row."""
         if tokens not in self._wires:
@@ -111,7 +121,7 @@ class Ranks:
     def seam(self, params: Any, caches: Any) -> Seam:
         """params, caches: the structures of trees that steps take packed."""
 
-        def layer(core: Any) -> Any:
+        def layer(cfg: F.DecoderConfig, core: Any) -> Any:
             def run(params: Any, x: Tensor, cfg: F.LayerConfig, *, cache: Any, **given: Any) -> Any:
                 x, new = F.layer(params, x, cfg, cache=cache, **given)
                 for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):

@@ -5,10 +5,12 @@ Computed from the Dynamo graphs of abstract parameters, so it needs neither weig
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from ..functional.cache import Cache
 from ..functional.mla import is_absorbed
 from ..kernels_cuda import sample_options
 from . import dynamo
+from .beside import beside_text
 from .captured import launch_steps
 from .generate import CHECK_EVERY, turns_of
 from .graph import Graph, LeafPaths, shape_text
@@ -31,7 +34,7 @@ from .sizes import Sizes, Target
 from .steps import make_steps, packed
 from .weights import computed_dtype
 
-__all__ = ["Plan", "PlanRow", "make_plan"]
+__all__ = ["PhasePlan", "Plan", "PlanRow", "abstract_params", "make_plan", "phase_plan"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,19 @@ class PhasePlan:
 
     def _total(self, what: str) -> int:
         return sum(block.repeats * block.total(what) for block in self.blocks)
+
+    def lines(self, who: str | None = None) -> list[str]:
+        """A line a node, under one a block. who: computes all of them, if it is no kernel."""
+        table = [row for block in self.blocks for row in block.rows]
+        widths = [max(len(getattr(r, a)) for r in table) for a in ("names", "op", "shape")]
+        found = []
+        for block in self.blocks:
+            found.append(f"  {block}")
+            for r in block.rows:
+                cells = [r.names.ljust(widths[0]), r.op.ljust(widths[1]), r.shape.ljust(widths[2])]
+                moved = f"writes   {size_text(r.writes):>10}" if r.writes else r.all_reads
+                found.append(f"    {'  '.join(cells)}  {moved:19}  {who or r.kernel}".rstrip())
+        return found
 
     @property
     def reads(self) -> int:
@@ -112,15 +128,7 @@ class Plan:
         ]
         for phase in self.phases.values():
             lines += ["", f"{phase.name}   {phase.header}", *(f"  {note}" for note in phase.notes)]
-            table = [row for block in phase.blocks for row in block.rows]
-            widths = [max(len(getattr(r, a)) for r in table) for a in ("names", "op", "shape")]
-            for block in phase.blocks:
-                lines.append(f"  {block}")
-                for r in block.rows:
-                    cells = [r.names.ljust(widths[0]), r.op.ljust(widths[1]), r.shape.ljust(widths[2])]
-                    moved = f"writes   {size_text(r.writes):>10}" if r.writes else r.all_reads
-                    kernel = r.kernel if self.compiled else "eager"
-                    lines.append(f"    {'  '.join(cells)}  {moved:19}  {kernel}".rstrip())
+            lines += phase.lines(None if self.compiled else "eager")
         read = [f"{size_text(decode.reads)} of weights"]
         read += [f"{size_text(decode.state)} of states"] if decode.state else []
         read += [f"at most {size_text(decode.context)} of cache"] if decode.context else []
@@ -141,6 +149,34 @@ class Plan:
 
 def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kernel], compiled: bool) -> Plan:
     """Trace prefill and decode of the model on the meta device and read the plan from the graphs."""
+    params, moved = abstract_params(model, target)
+    steps = make_steps(model.config)
+    caches = sizes.caches(model.config, target.dtype, "meta")
+    phases = {}
+    for name in ("prefill", "decode"):
+        inputs = sizes.idle(name, model.config, target.dtype, "meta")
+        found = phase_plan(name, steps[name], params, caches, inputs, sizes, target, kernels, in_place=compiled)
+        ways = _ways(model.config, sizes, sizes.chunk if name == "prefill" else 1, target.dtype)
+        phases[name] = dataclasses.replace(found, notes=(*ways, *found.notes, *_beside(found, model.params, moved)))
+    return Plan(
+        model=model.name,
+        target=target,
+        sizes=sizes,
+        compiled=compiled,
+        num_parameters=model.num_parameters,
+        weights=sum(bytes_of(leaf) for leaf in tree.leaves(params)),
+        converted=sum(bytes_of(leaf) for path, leaf in tree.paths(params).items() if path in moved),
+        cache=sum(bytes_of(leaf) for cache in caches for leaf in tree.leaves(cache)),
+        cache_text=cache_text(caches),
+        dropout=_dropout_text(model.config),
+        copies=_copies(model.params, params, moved, target),
+        steps=_steps(target, sizes, compiled, bool(turns_of(model.config))),
+        phases=phases,
+    )
+
+
+def abstract_params(model: Model, target: Target) -> tuple[F.Decoder, set[str]]:
+    """The parameters as a program reads them, on the meta device, and the paths of those that are converted copies."""
     # Strides too are the model's own: a kernel may decline a weight for how it lies.
     leaves, fp32 = tree.paths(model.params), tree.fp32_paths(model.params)
     dtypes = {path: computed_dtype(leaf.dtype, target.dtype, path in fp32) for path, leaf in leaves.items()}
@@ -152,46 +188,47 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         else torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
         for path, leaf in leaves.items()
     }
-    params = tree.replace(model.params, abstract)
-    steps = make_steps(model.config)
-    caches = sizes.caches(model.config, target.dtype, "meta")
-    paths = LeafPaths.of(params, caches)
-    phases = {}
-    for name in ("prefill", "decode"):
-        inputs = sizes.idle(name, model.config, target.dtype, "meta")
-        graph = Graph(name, dynamo.capture(steps[name], *packed(params, caches), *inputs), paths)
-        length = sizes.chunk if name == "prefill" else 1
-        header = f"B={sizes.batch} S={length} T<={sizes.slots - 1}"
-        join_all(graph.module, target, tuple(kernels))
-        blocks = tuple(Reader(graph, target, tuple(kernels), compiled).blocks())
-        left = lower(graph.module, target, tuple(kernels))
-        notes = *_ways(model.config, sizes, length, target.dtype), *launch_notes(graph, target, kernels)
-        phases[name] = PhasePlan(name, header, notes, blocks, left, graph)
-    return Plan(
-        model=model.name,
-        target=target,
-        sizes=sizes,
-        compiled=compiled,
-        num_parameters=model.num_parameters,
-        weights=sum(bytes_of(leaf) for leaf in tree.leaves(params)),
-        converted=sum(bytes_of(abstract[path]) for path in moved),
-        cache=sum(bytes_of(leaf) for cache in caches for leaf in tree.leaves(cache)),
-        cache_text=cache_text(caches),
-        dropout=_dropout_text(model.config),
-        copies=_copies({path: (leaves[path], abstract[path]) for path in leaves if path in moved}, target, len(leaves)),
-        steps=_steps(target, sizes, compiled, bool(turns_of(model.config))),
-        phases=phases,
-    )
+    return tree.replace(model.params, abstract), moved
+
+
+def phase_plan(
+    name: str,
+    step: Callable[..., Any],
+    params: F.Decoder,
+    caches: Sequence[Cache],
+    inputs: Sequence[Any],
+    sizes: Sizes,
+    target: Target,
+    kernels: Sequence[Kernel],
+    *,
+    in_place: bool = True,
+) -> PhasePlan:
+    """Of one function of a program. inputs: as `Sizes.idle` gives them. in_place: whether it writes so, and copies no
+    cache."""
+    graph = Graph(name, dynamo.capture(step, *packed(params, caches), *inputs), LeafPaths.of(params, caches))
+    header = f"B={sizes.batch} S={sizes.chunk if name == 'prefill' else 1} T<={sizes.slots - 1}"
+    join_all(graph.module, target, tuple(kernels))
+    blocks = tuple(Reader(graph, target, tuple(kernels), in_place).blocks())
+    left = lower(graph.module, target, tuple(kernels))
+    return PhasePlan(name, header, launch_notes(graph, target, kernels), blocks, left, graph)
+
+
+def _beside(phase: PhasePlan, params: F.Decoder, moved: set[str]) -> tuple[str, ...]:
+    """A line where some products with several weights may be one."""
+    here = any(row.kernel == "one_product" for block in phase.blocks for row in block.rows)
+    return (beside_text(params, moved),) if here else ()
 
 
 def _titled(title: str, lines: Iterable[str]) -> list[str]:
     return [f"  {'' if i else title:9}{line}" for i, line in enumerate(lines)]
 
 
-def _copies(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], target: Target, leaves: int) -> tuple[str, ...]:
-    """pairs: of each leaf that is converted what is given, and what it is converted to. leaves: how many there are."""
+def _copies(given: F.Decoder, params: F.Decoder, moved: set[str], target: Target) -> tuple[str, ...]:
+    """A line for each conversion: of the leaves of `moved`, what is given and what is computed with."""
+    olds, news = tree.paths(given), tree.paths(params)
     found: dict[str, dict[str, int]] = {}
-    for path, (old, new) in pairs.items():
+    for path in (path for path in olds if path in moved):
+        old, new = olds[path], news[path]
         source, into = (str(leaf.dtype).removeprefix("torch.") for leaf in (old, new))
         if old.device.type not in (target.device, "meta"):
             source, into = f"{source} on {old.device.type}", f"{into} on {target.device}"
@@ -200,7 +237,7 @@ def _copies(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], target: Targ
         each[folded] = each.get(folded, 0) + bytes_of(new)
     lines = []
     for what, each in found.items():
-        names = "every leaf" if len(pairs) == leaves and len(found) == 1 else ", ".join(each)
+        names = "every leaf" if len(moved) == len(olds) and len(found) == 1 else ", ".join(each)
         lines += textwrap.wrap(f"{what}, {size_text(sum(each.values()))}: {names}", 108)
     return tuple(lines)
 

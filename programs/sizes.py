@@ -93,6 +93,8 @@ class Sizes:
         return {
             "prefill": (state, tokens, none, torch.full((self.batch,), -1, device=device), length, eos, read),
             "decode": (state, eos, read),
+            # Tensors of their own: two arguments that are one would be one input of the graph.
+            "score": (tokens, none, torch.zeros_like(none), length, read),
         }[phase]
 
 

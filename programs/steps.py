@@ -12,7 +12,6 @@ Letters: B batch, C tokens of a chunk, D model width, Z vocabulary, T cache slot
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,14 +69,17 @@ class State(Tree):
         )
 
 
-def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Cache | None]]:
-    """`F.layer`, compiled once for each kind of layer, which writes the new cache into the buffers of the old.
+def donating_layer(
+    cfg: F.DecoderConfig, core: Callable[..., Tensor], compute: Callable[..., Any] = F.layer
+) -> Callable[..., tuple[Tensor, Cache | None]]:
+    """`F.layer`, compiled once for each kind of layer, which writes the new cache into the buffers of the old. compute:
+    the same, by a wire of its own.
 
     The copy back belongs in the region: returned from it instead, whole caches would be cloned, a layer and a step.
     """
     regions: list[tuple[F.LayerConfig, Callable[..., Tensor]]] = []
     for i, kind in enumerate(dict.fromkeys(cfg.layers)):
-        regions.append((kind, region(_layer_of_tensors(kind, core), f"layer_{i}", _strides_key)))
+        regions.append((kind, region(_layer_of_tensors(kind, core, compute), f"layer_{i}", _strides_key)))
 
     def layer(params: Leaves, x: Tensor, cfg: F.LayerConfig, **given: Any) -> tuple[Tensor, Cache | None]:
         (run,) = [run for kind, run in regions if kind is cfg]
@@ -87,7 +89,9 @@ def donating_layer(cfg: F.DecoderConfig, core: Callable[..., Tensor]) -> Callabl
     return layer
 
 
-def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _layer_of_tensors(
+    kind: F.LayerConfig, core: Callable[..., Tensor], compute: Callable[..., Any]
+) -> Callable[..., Tensor]:
     """A layer of a kind, as a function of the leaves of its arguments."""
     leaf = torch.empty(0)
     rope = () if kind.attention.rope is None else (leaf, leaf)
@@ -97,7 +101,7 @@ def _layer_of_tensors(kind: F.LayerConfig, core: Callable[..., Tensor]) -> Calla
 
     def run(*tensors: Tensor) -> Tensor:
         params, x, cache, positions, rope, read = tree.unflatten(definition, tensors)
-        x, new = F.layer(params, x, kind, positions=positions, rope=rope or None, cache=cache, read=read, core=core)
+        x, new = compute(params, x, kind, positions=positions, rope=rope or None, cache=cache, read=read, core=core)
         for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):
             old.copy_(value)
         out: Tensor = x
@@ -120,9 +124,9 @@ def _strides_key(*tensors: Tensor) -> int:
 class Seam(NamedTuple):
     """How the steps of a rank among several reach the others; without one, a rank is alone.
 
-    layer: from a core to what computes a layer and writes its cache. backbone: `F.backbone`, of packed parameters and
-    caches, behind a layout. choose: `F.sample_advance` of the logits that a rank has. logprob: of targets `B C`, by
-    logits `B C Z`."""
+    layer: from a config and a core to what computes a layer and writes its cache. backbone: `F.backbone`, of packed
+    parameters and caches, behind a layout. choose: `F.sample_advance` of the logits that a rank has. logprob: of
+    targets `B C`, by logits `B C Z`."""
 
     layer: Callable[..., Any]
     backbone: Callable[..., Any]
@@ -137,8 +141,8 @@ def make_steps(cfg: F.DecoderConfig, seam: Seam | None = None) -> dict[str, Call
     cfg = dataclasses.replace(cfg, layers=tuple(kinds[each] for each in cfg.layers))
     many, few = F.dot_product_attention, F.decode_attention
     if seam is None:
-        seam = Seam(functools.partial(donating_layer, cfg), F.backbone, F.sample_advance, F.token_logprob)
-    layers = {core: seam.layer(core) for core in (many, few)}
+        seam = Seam(donating_layer, F.backbone, F.sample_advance, F.token_logprob)
+    layers = {core: seam.layer(cfg, core) for core in (many, few)}
     which = [windows(cfg).index(each.attention.window) for each in cfg.layers]
     by_length = any(each.attention.rope is not None and each.attention.rope.by_length for each in cfg.layers)
 

@@ -52,6 +52,7 @@ class Mesh:
         # What its collectives gave, where an executor wants to know, at this level of transforms.
         self.received: list[Tensor] | None = None
         self.level = 0
+        self.key: int | None = None  # of the port that lends it to compiled functions
         self._rank: int | None = 0 if self.size == 1 else None
 
     @property
@@ -88,6 +89,12 @@ class Mesh:
     def recording(self, trace: Trace | None) -> Mesh:
         """The mesh whose collectives are recorded there."""
         return self._with(self._rank, self.transport, trace)
+
+    def keyed(self, key: int) -> Mesh:
+        """The mesh as a `Port` of that key lends it."""
+        mesh = self._with(self._rank, self.transport, self.trace)
+        mesh.key = key
+        return mesh
 
     def _with(self, rank: int | None, transport: Transport | None, trace: Trace | None) -> Mesh:
         mesh = Mesh(**dict(self.axes))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import moves, shards
+from . import moves, opaque, shards
 from .errors import SpecError
 from .exchange import Started, finish, local, start
 from .functorch import transform_level
@@ -149,7 +149,7 @@ def _misfit(
 def call_of(xs: Sequence[Tensor], pair: str, edges: tuple[str, ...] = ()) -> Call:
     """What an exchange is for."""
     if torch.compiler.is_compiling():
-        return Call(pair)
+        return Call(pair, edges=edges)
     return Call(pair, site(), grad=torch.is_grad_enabled() and any(x.requires_grad for x in xs), edges=edges)
 
 
@@ -166,6 +166,8 @@ def exchanged(xs: Sequence[Tensor], moves: Moves, backs: Moves, call: Call, mesh
     if (
         torch.compiler.is_compiling() and not needed
     ):  # Dynamo would count the arguments of forward, which are any number
+        if mesh.key is not None:
+            return opaque.exchange(xs, moves, call, mesh.key)
         return finish(start(xs, moves, call, mesh))
     if torch.compiler.is_compiling() or transform_level():
         return cast(tuple[Tensor, ...], _Exchange.apply(moves, backs, call, mesh, *xs))

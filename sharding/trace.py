@@ -134,7 +134,8 @@ def copied(x: Tensor, flat: Tensor) -> bool:
 def trace(mesh: Mesh) -> Trace:
     """A record of the collectives over a mesh: `t = sh.trace(mesh); sh.simulate(body, t.mesh, ...)(x); print(t)`.
 
-    mesh: any; the one that records is `t.mesh`. Compiled functions record nothing: their collectives are in the graph.
+    mesh: any; the one that records is `t.mesh`. Compiled functions record nothing, as they are in the graph;
+    a compiled program over ranks records what an eager one does.
     """
     return Trace(mesh)
 

@@ -44,6 +44,7 @@ class LayoutWire:
     """One rank's end. whole: what every rank has all of, by edge. cu: boundaries of documents. ordered: whether
     positions ascend with tokens within a document, so that causality says which keys are needed. sizes: those known so
     far. edges: the specs of each edge. sight: what a query of the layer sees. part: the name of the part that it is in.
+    moves: whether a layer sends what it has early; else what it projects of one x is one product.
     """
 
     layout: Layout
@@ -58,8 +59,8 @@ class LayoutWire:
     sight: documents.Sight = (False, None)
     device: Any = None
     part: str = ""
+    moves: bool = True
 
-    moves = True
     _site = ""  # what a call says of where it is made, if not the line
 
     @classmethod

@@ -52,8 +52,8 @@ def made(parts):
     return programs.Model(name="tiny", config=cfg, params=F.tree.map(lambda p: p.detach(), params))
 
 
-def build(of, layout, at):
-    program = programs.build(of, mesh=at, layout=layout, **SIZES)
+def build(of, layout, at, **options):
+    program = programs.build(of, mesh=at, layout=layout, **SIZES, **options)
     for cache in program.cache:
         for leaf in F.tree.leaves(cache) if not isinstance(cache, F.GDNCache) else ():
             leaf.fill_(torch.nan)  # a slot that was never written never matters
@@ -257,7 +257,7 @@ program tiny   float64   batch 3   max_len 40   chunk 4
   layout   ulysses("u", tp="tp", dp="dp")
   weights  1,316 parameters, 10.3 KiB on this rank
   cache    9.9 KiB on this rank, 1 x (k 2 65 1 4, v 2 65 1 4); 1 x (k 2 7 2 4, v 2 7 2 4)
-  runs     eagerly
+  runs     eagerly: ranks are threads, among which the compiler is not safe
   choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more
 
 prefill   6 exchanges, sends 3.2 KiB, receives 3.2 KiB

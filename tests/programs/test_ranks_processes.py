@@ -1,4 +1,4 @@
-"""Programs over ranks that are processes: tokens of one rank, and arguments that differ.
+"""Programs over ranks that are processes, eager: tokens of one rank, and arguments that differ.
 
 Functions above a test without `test_` in their name are its scenario, which every process runs (see `gloo`).
 """
@@ -25,7 +25,10 @@ def tokens():
     for i, axes in ((2, {"dp": 2, "tp": 2}), (1, {"tp": 4}), (8, {"tp": 4}), (6, {"ep": 2, "tp": 2})):
         layout, _, parts = ranks.CASES[i]
         of, record = ranks.made(parts), sh.trace(gloo.mesh_of(**axes))
-        program, one = ranks.build(of, layout, record.mesh), programs.build(of, compile=False, **ranks.SIZES)
+        program, one = (
+            ranks.build(of, layout, record.mesh, compile=False),
+            programs.build(of, compile=False, **ranks.SIZES),
+        )
         for options in ranks.OPTIONS:
             mine, whole = (p.generate(ranks.PROMPTS, max_new_tokens=12, **options) for p in (program, one))
             found.append(mine.tokens == whole.tokens)
@@ -45,7 +48,7 @@ def test_tokens_are_those_of_one_rank(four):
 def differing():
     """What a rank says where the last was told something else; and that all go on."""
     layout, _, parts = ranks.CASES[0]
-    program = ranks.build(ranks.made(parts), layout, gloo.mesh_of(dp=2, tp=2))
+    program = ranks.build(ranks.made(parts), layout, gloo.mesh_of(dp=2, tp=2), compile=False)
     with pytest.raises(ValueError, match="told") as error:
         program.generate(ranks.PROMPTS, max_new_tokens=5 + (dist.get_rank() == 3))
     return str(error.value), program.generate(ranks.PROMPTS, max_new_tokens=5).lengths

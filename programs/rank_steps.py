@@ -1,0 +1,62 @@
+"""The steps of a program over ranks as they are compiled: one graph a step, with exchanges in it.
+
+Ranks must be processes: Dynamo is not safe among threads. What an exchange does is no part of the graph, it is one node
+(`sharding.opaque`).
+
+Letters: B batch, S tokens, C tokens of a chunk, Z vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .. import functional as F
+from ..sharding import Mesh
+from ..sharding.layouts import WHOLE
+from ..sharding.wires import LayoutWire
+from .ranks import Ranks
+from .steps import Seam, donating_layer
+
+__all__ = ["compiled_seam", "why_eager"]
+
+
+def why_eager(ranks: Ranks) -> str | None:
+    """Why the steps of these ranks cannot be compiled, or None."""
+    transport = ranks.mesh.transport
+    if transport is None or not transport.traces:
+        return "ranks are threads, among which the compiler is not safe"
+    if ranks.deals:
+        return "experts are dealt out, and only the router says how many rows go where"
+    return None
+
+
+def compiled_seam(ranks: Ranks, mesh: Mesh, chunk: int) -> Seam:
+    """mesh: of a `Port`. chunk: tokens a row of a prefill call."""
+    fixed: Any = {"ordered": False, "moves": False, "device": ranks.device}
+    wires = {n: LayoutWire.of(ranks.layout, mesh, {"S": n}, **fixed) for n in {1, chunk}}
+    choices = {n: wire.layer(Z=ranks.config.vocab_size) for n, wire in wires.items()}
+
+    def wire_of(positions: Tensor) -> LayoutWire:
+        whole = {name: positions if name.endswith("positions") else None for name in WHOLE}
+        return replace(wires[positions.shape[1]], whole=whole)
+
+    def compute(params: F.Layer, x: Tensor, cfg: F.LayerConfig, *, positions: Tensor, **given: Any) -> Any:
+        return F.layer(params, x, cfg, positions=positions, wire=wire_of(positions).scope("layers"), **given)
+
+    def layer(cfg: F.DecoderConfig, core: Any) -> Any:
+        return donating_layer(cfg, core, compute)
+
+    def backbone(params: F.Decoder, tokens: Tensor, cfg: F.DecoderConfig, **given: Any) -> Any:
+        return F.backbone(params, tokens, cfg, wire=wires[tokens.shape[1]], **given)
+
+    def choose(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=choices[1]))
+        return token, logprob, F.advance(token, logprob, positions, eos_token_id)
+
+    def logprob(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.token_logprob(logits, targets, wire=choices[targets.shape[1]])
+
+    return Seam(layer, backbone, choose, logprob)
