@@ -105,17 +105,21 @@ def turns_of(cfg: F.DecoderConfig) -> list[int]:
     return sorted(turn for turn in turns if turn is not None)
 
 
+def crossing(turns: Sequence[int], rows: Sequence[list[int]], taken: int, n: int) -> bool:
+    """Whether one of the n steps after those taken feeds a token with which the angles of a row change."""
+    return any(taken <= turn - len(row) < taken + n for row in rows for turn in turns)
+
+
 def turned(
-    turns: Sequence[int], rows: Sequence[list[int]], state: State, taken: int, tokens: Sequence[Tensor]
+    turns: Sequence[int], rows: Sequence[list[int]], state: State, taken: int, tokens: Tensor
 ) -> list[list[int]]:
     """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty.
 
-    turns: see `turns_of`. taken: steps done; tokens: of each."""
-    crossing = [len(row) + taken in turns for row in rows]
-    if not any(crossing):
+    turns: see `turns_of`. taken: steps done; tokens: `B n`, one more than that."""
+    if not crossing(turns, rows, taken, 1):
         return []
-    new, live = torch.stack(list(tokens), 1).tolist(), (state.position >= 0).tolist()
-    return [row + new[i] if crossing[i] and live[i] else [] for i, row in enumerate(rows)]
+    new, live = tokens.tolist(), (state.position >= 0).tolist()
+    return [row + new[i] if len(row) + taken in turns and live[i] else [] for i, row in enumerate(rows)]
 
 
 def check_state(state: State, session: int, sizes: Sizes, turns: Sequence[int], *, spent: bool) -> int:
@@ -136,10 +140,11 @@ def check_state(state: State, session: int, sizes: Sizes, turns: Sequence[int], 
 
 
 def run_decode(
-    step: Callable[[Any, int, list[Tensor]], Any],
-    state: Any,
+    step: Callable[[State, Tensor, int], tuple[State, Tensor, Tensor]],
+    state: State,
     rows: Sequence[Sequence[int]],
     *,
+    launch: int,
     max_new_tokens: int,
     ends: Sequence[int],
     texts: StopStrings,
@@ -148,34 +153,38 @@ def run_decode(
 ) -> tuple[Tensor, Tensor, int]:
     """Decode until every row has ended or has its tokens -> tokens and log-probabilities `B n`, steps executed.
 
-    step: (state, steps done, the tokens of each) -> state. rows: the prompts. ends: tokens that end a row, texts: text
-    that does. With a streamer each step waits for its token anyway, so the end is seen at once. anywhere: whether
-    some row goes on on any rank, of whether one does here.
+    step: (state, the tokens so far `B n`, how many steps at most) -> state, tokens and log-probabilities, a column a
+    step. launch: as many as it takes at once, where none of them is to be looked at before the others. rows: the
+    prompts. ends: tokens that end a row, texts: text that does. With a streamer each step waits for its token anyway,
+    so the end is seen at once. anywhere: whether some row goes on on any rank, of whether one does here.
     """
-    tokens, logprobs = [state.token], [state.logprob]
+    tokens, logprobs = (x.new_empty(len(x), max_new_tokens) for x in (state.token, state.logprob))
+    tokens[:, 0], logprobs[:, 0] = state.token, state.logprob
     every = CHECK_EVERY if streamer is None else 1
     if streamer is not None:
-        streamer.put(state.token[: len(rows)].cpu())
+        streamer.put(tokens[: len(rows), 0].cpu())
     steps, stopped, seen = 0, set[int](), 0
     while steps < max_new_tokens - 1:
         if (ends or texts or streamer is not None) and steps % every == 0:
             live = state.position[: len(rows)] >= 0
             if texts:
-                new = torch.stack(tokens, 1).tolist()
+                new = tokens[:, : steps + 1].tolist()
                 stopped |= {i for i, row in enumerate(rows) if i not in stopped and texts.ends(row, new[i], seen)}
-                seen = len(tokens)
+                seen = steps + 1
                 live = live & torch.tensor([i not in stopped for i in range(len(rows))], device=live.device)
             if not anywhere(bool(live.any())):
                 break
-        state = step(state, steps, tokens)
-        steps += 1
-        tokens.append(state.token)
-        logprobs.append(state.logprob)
+        left = min(max_new_tokens - 1 - steps, every - steps % every)
+        state, new_tokens, new_logprobs = step(state, tokens[:, : steps + 1], launch if left >= launch else 1)
+        done = slice(steps + 1, steps + 1 + new_tokens.shape[1])
+        tokens[:, done], logprobs[:, done] = new_tokens, new_logprobs
+        steps += new_tokens.shape[1]
         if streamer is not None:
-            streamer.put(state.token[: len(rows)].cpu())
+            streamer.put(tokens[: len(rows), steps].cpu())
     if streamer is not None:
         streamer.end()
-    return torch.stack(tokens, 1)[: len(rows)].cpu(), torch.stack(logprobs, 1)[: len(rows)].cpu(), steps
+    found = slice(len(rows)), slice(steps + 1)
+    return tokens[found].cpu(), logprobs[found].cpu(), steps
 
 
 def trim(

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from .replay import CapturedDecode
+from .captured import CapturedDecode
 from .weights import Weights
 
 __all__ = ["Held"]

@@ -14,7 +14,9 @@ from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
 from .asked import Asked, read_asked
-from .generate import Generation, Streamer, Timings, assemble, check_state, now, run_decode, turned, turns_of
+from .captured import CapturedDecode, launch_steps, leaf_names
+from .chooser import Chooser
+from .generate import Generation, Streamer, Timings, assemble, check_state, crossing, now, run_decode, turned, turns_of
 from .graph import LeafPaths
 from .held import Held
 from .kernel import Kernel
@@ -22,9 +24,9 @@ from .lower import with_table
 from .model import Model
 from .phase import Phase
 from .prompts import Prompts, cut, end_tokens, read_prompts
-from .replay import CapturedDecode, replay_of
+from .replay import replay_of
 from .report import PhasePlan, Plan, make_plan
-from .sampling import Chooser, SamplingOptions
+from .sampling import SamplingOptions
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, target_of
 from .steps import State, make_steps, packed
 from .weights import Weights
@@ -37,7 +39,7 @@ class Program(Held):
 
     params: the parameters it reads at each call; may be set to others of the same shapes.
     cache: one entry a layer, written in place by prefill and decode.
-    On a GPU decode is one graph, captured when it is built and again, with a line to the log, when a parameter moved.
+    On a GPU decode is one graph, choice and all, captured when built and again, with a logged line, when a leaf moved.
     `with build(...) as program:` closes it at the end.
     """
 
@@ -129,21 +131,16 @@ class Program(Held):
             inputs = self._inputs()
             for phase in (self.prefill, self.decode):
                 phase.step(*inputs, *self._idle(phase))
-            replay = replay_of(self.device, self.compiled)
-            if replay is not None:
+            if (replay := replay_of(self.device, self.compiled)) is not None:
                 # One static size: what a graph reads does not follow the context.
                 buffers = *self._idle(self.decode)[:2], self._read(self.sizes.max_len)
-                self._captured = CapturedDecode(self.decode.step, replay, buffers, self._leaf_names())
+                given = leaf_names(self.params, self.cache), launch_steps(self.sizes.max_len), self.target.arch
+                self._captured = CapturedDecode(self.decode.step, replay, buffers, *given)
                 self._captured.prepare(inputs)
             self.build_seconds = now(self.device) - start
 
     def _idle(self, phase: Phase) -> tuple[Any, ...]:
         return self.sizes.idle(phase.name, self.model.config, self.dtype, self.device)
-
-    def _leaf_names(self) -> list[str]:
-        """Of what `_inputs` returns, in its order."""
-        cache = [f"cache[{i}]{path}" for i, each in enumerate(self.cache) for path in tree.paths(each)]
-        return [f"params{path}" for path in tree.paths(self.params)] + cache
 
     def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
         """tokens: those of the longest row, the one fed included."""
@@ -296,15 +293,23 @@ class Program(Held):
             eos = self._eos(asked.ends)
             inputs = self._inputs()
 
-            def step(state: State, taken: int, tokens: list[Tensor]) -> State:
+            def step(state: State, tokens: Tensor, n: int) -> tuple[State, Tensor, Tensor]:
+                taken = tokens.shape[1] - 1
+                if self._captured is not None:
+                    for k in (n, 1):
+                        if not crossing(self._turns, rows, taken, k):
+                            return self._captured.launch(inputs, state, eos, k, options=choose.needed)
+                    state = tree.map(torch.clone, state)  # the graph's own, which it writes over
                 new = self._decode_step(inputs, state, eos, most + taken + 1)
-                again = turned(self._turns, rows, state, taken, tokens)
-                if any(again):
+                if any(again := turned(self._turns, rows, state, taken, tokens)):
                     new = self._run_prefill(inputs, new, again, eos)
-                return choose(new, state.position, eos)
+                new = choose(new, state.position, eos)
+                return new, new.token[:, None], new.logprob[:, None]
 
             if streamer is not None:
                 streamer.put(read.input_ids)
+            if self._captured is not None and choose.needed:
+                choose.fill(self._captured.choice)
             state = self._run_prefill(inputs, self._start(), rows, eos, most)
             state = choose(state, self._lengths(rows) - 1, eos)
             middle = now(self.device)
@@ -312,6 +317,7 @@ class Program(Held):
                 step,
                 state,
                 rows,
+                launch=1 if self._captured is None else self._captured.steps,
                 max_new_tokens=max_new_tokens,
                 ends=asked.ends,
                 texts=asked.texts,

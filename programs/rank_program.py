@@ -34,6 +34,7 @@ from ..sharding import Layout, Mesh
 from ..sharding.opaque import Port
 from .agreement import OfRows, Said, during
 from .asked import Asked, read_asked
+from .chooser import Chooser
 from .copies import COMPARE, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
 from .kernel import Kernel
@@ -46,7 +47,7 @@ from .rank_plan import RankPlan, make_rank_plan
 from .rank_steps import compiled_seam
 from .ranks import Ranks
 from .report import PhasePlan
-from .sampling import Chooser, row_seeds
+from .sampling import row_seeds
 from .sizes import Sizes
 from .steps import State, make_steps
 
@@ -307,7 +308,7 @@ class RankChooser(Chooser):
         super().__init__(rows[own], batch=program.sizes.batch, **given, **options)
         self.seeds = seeds
         part = self._ranks.vocabulary
-        if self._needed:
+        if self.needed:
             self._counts = self._counts[:, part.start : part.stop]
 
     def _chosen(

@@ -6,7 +6,9 @@ Computed from the Dynamo graphs of abstract parameters, so it needs neither weig
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,14 @@ from ..functional.mla import is_absorbed
 from ..kernels_cuda import sample_options
 from . import dynamo
 from .beside import beside_text
+from .captured import launch_steps
+from .generate import CHECK_EVERY, turns_of
 from .graph import Graph, LeafPaths, shape_text
 from .kernel import Kernel
 from .launches import launch_notes
 from .lower import join_all, lower
 from .model import Model, count_text
+from .replay import replay_of
 from .rows import PlanBlock, PlanRow, Reader, bytes_of, ranges, size_text
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -83,7 +88,8 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """print(plan) is its text. Sizes are bytes unless they say otherwise."""
+    """print(plan) is its text. Sizes are bytes unless they say otherwise. copies: the leaves of which converted copies
+    are kept, a line for each conversion. steps: how decode steps are launched, in lines."""
 
     model: str
     target: Target
@@ -95,6 +101,8 @@ class Plan:
     cache: int
     cache_text: str
     dropout: str
+    copies: tuple[str, ...]
+    steps: tuple[str, ...]
     phases: Mapping[str, PhasePlan]
 
     def __str__(self) -> str:
@@ -111,10 +119,12 @@ class Plan:
         lines = [
             f"program {self.model}   {self.target}{how}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)}, {whose}",
+            *_titled("copies", self.copies),
             f"  cache    {size_text(self.cache)}, {self.cache_text}, "
             + ("written in place" if self.compiled else "copied whole by each call"),
             *([f"  dropout  {self.dropout}, which inference leaves out"] if self.dropout else []),
             f"  choice   the most likely token, at the end of a step; with sampling options after it, {choice}",
+            *_titled("steps", self.steps),
         ]
         for phase in self.phases.values():
             lines += ["", f"{phase.name}   {phase.header}", *(f"  {note}" for note in phase.notes)]
@@ -159,6 +169,8 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         cache=sum(bytes_of(leaf) for cache in caches for leaf in tree.leaves(cache)),
         cache_text=cache_text(caches),
         dropout=_dropout_text(model.config),
+        copies=_copies(model.params, params, moved, target),
+        steps=_steps(target, sizes, compiled, bool(turns_of(model.config))),
         phases=phases,
     )
 
@@ -205,6 +217,43 @@ def _beside(phase: PhasePlan, params: F.Decoder, moved: set[str]) -> tuple[str, 
     """A line where some products with several weights may be one."""
     here = any(row.kernel == "one_product" for block in phase.blocks for row in block.rows)
     return (beside_text(params, moved),) if here else ()
+
+
+def _titled(title: str, lines: Iterable[str]) -> list[str]:
+    return [f"  {'' if i else title:9}{line}" for i, line in enumerate(lines)]
+
+
+def _copies(given: F.Decoder, params: F.Decoder, moved: set[str], target: Target) -> tuple[str, ...]:
+    """A line for each conversion: of the leaves of `moved`, what is given and what is computed with."""
+    olds, news = tree.paths(given), tree.paths(params)
+    found: dict[str, dict[str, int]] = {}
+    for path in (path for path in olds if path in moved):
+        old, new = olds[path], news[path]
+        source, into = (str(leaf.dtype).removeprefix("torch.") for leaf in (old, new))
+        if old.device.type not in (target.device, "meta"):
+            source, into = f"{source} on {old.device.type}", f"{into} on {target.device}"
+        each = found.setdefault(f"{source} to {into}", {})
+        folded = re.sub(r"layers\[\d+\]", "layers[*]", path).removeprefix(".")
+        each[folded] = each.get(folded, 0) + bytes_of(new)
+    lines = []
+    for what, each in found.items():
+        names = "every leaf" if len(moved) == len(olds) and len(found) == 1 else ", ".join(each)
+        lines += textwrap.wrap(f"{what}, {size_text(sum(each.values()))}: {names}", 108)
+    return tuple(lines)
+
+
+def _steps(target: Target, sizes: Sizes, compiled: bool, turns: bool) -> tuple[str, ...]:
+    """How decode steps are launched, what of them advances without the host, and how often it looks."""
+    looks = f"the end is looked for every {CHECK_EVERY}"
+    if replay_of(torch.device(target.device), compiled) is None:
+        return (f"one call each, over the slots that rows fill, nothing captured; {looks}",)
+    n = launch_steps(sizes.max_len)
+    fewer = f"; 1 for program.decode, a streamer, {'where longrope turns, ' if turns else ''}and where fewer are left"
+    return (
+        f"one graph over {sizes.slots - 1} slots, {f'{n} steps a launch{fewer}' if n > 1 else '1 step a launch'}",
+        "inside advance tokens, log-probabilities, positions, finished flags, counts, and draws by seed and position",
+        f"captured when built, for options at their first use, again where a leaf moved; {looks}",
+    )
 
 
 def cache_text(caches: Sequence[Cache]) -> str:

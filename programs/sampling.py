@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import numbers
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from ..functional import tree
-from ..functional.sampling import Controls, fold_seed, sample, uniform
-from ..kernels_cuda import sample_options
-from .steps import State
+from ..functional.sampling import Controls, fold_seed
 
 __all__ = [
-    "Chooser",
     "SamplingOptions",
     "StopStrings",
     "check_options",
@@ -134,75 +129,6 @@ def prompt_counts(rows: Sequence[Sequence[int]], batch: int, vocab_size: int, de
     for count, row in zip(counts, rows, strict=False):
         count += torch.bincount(torch.tensor(row, dtype=torch.int64, device="cpu"), minlength=vocab_size)
     return counts.to(device)
-
-
-class Chooser:
-    """How one call of `generate` chooses its tokens. Where the options ask for nothing else, the most likely ones that
-    a step ends with stay, and nothing is computed.
-
-    rows: the prompts. options: those of `read_controls`. seeds: of the rows, None where none is drawn. arch: of a GPU
-    that logits are on, where one kernel does it all.
-    Not compiled: that takes 20 s, and saves a fifth at most, see examples/benchmarks/sampling.py.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Sequence[int]],
-        *,
-        batch: int,
-        vocab_size: int,
-        max_new_tokens: int,
-        device: torch.device,
-        arch: str | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> None:
-        controls, seeds = read_controls(rows=len(rows), batch=batch, vocab_size=vocab_size, device="cpu", **options)
-        found = {path[1:]: leaf.tolist() for path, leaf in tree.paths(controls).items()}
-        drawn = [k for k, draws in zip(found["top_k"], found["do_sample"], strict=True) if draws]
-        self.seeds = seeds if drawn else None
-        off = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
-        penalizes = any(value != silent for name, silent in off.items() for value in found[name])
-        self._needed = bool(drawn) or penalizes
-        if not self._needed:
-            return
-        if device.type == "mps":
-            raise ValueError('generate: sampling computes in float64, which mps lacks\n    fix: device="cpu"')
-        # What the options leave out, known here and so spared on the device.
-        limited = any(k < vocab_size for k in drawn)
-        nucleus = any(p < 1 for p in found["top_p"])
-        self._shortcuts: Any = {
-            "draws": bool(drawn),
-            "penalizes": penalizes,
-            "nucleus": nucleus,
-            "most": max(drawn) if limited else 0,
-        }
-        self._controls, self._counts = controls, prompt_counts(rows, batch, vocab_size, "cpu")
-        self._arch = arch
-        # What every row draws by, at every position to come: at once, since it is a hundred small operations.
-        lengths = torch.tensor([*map(len, rows), *[0] * (batch - len(rows))], device="cpu")
-        positions = lengths[:, None] + torch.arange(max_new_tokens, device="cpu")
-        self._uniform, self._taken = uniform(controls.seed[:, None], positions), 0
-
-    def __call__(self, state: State, fed: Tensor, eos_token_id: Tensor) -> State:
-        """The state of a prefill or a decode step with its token chosen anew. fed: `B`, the position of the token that
-        gave these logits, -1 for a row that has ended."""
-        if not self._needed:
-            return state
-        after = torch.where(fed >= 0, fed + 1, -1)
-        self._controls = tree.map(lambda t: t.to(fed.device), self._controls)  # once; later it is there
-        self._uniform, self._counts = self._uniform.to(fed.device), self._counts.to(fed.device)
-        if sample_options.supports(state.logits, self._arch) is None:
-            counts = self._counts if self._shortcuts["penalizes"] else None
-            token, logprob, position = sample_options.sample(state.logits, after, counts, self._controls, eos_token_id)
-            return dataclasses.replace(state, token=token, logprob=logprob, position=position)
-        u, self._taken = self._uniform[:, self._taken], self._taken + 1
-        token, logprob, position, self._counts = self._chosen(state.logits, after, self._counts, eos_token_id, u)
-        return dataclasses.replace(state, token=token, logprob=logprob, position=position)
-
-    def _chosen(
-        self, logits: Tensor, after: Tensor, counts: Tensor, eos_token_id: Tensor, u: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return sample(logits, after, counts, self._controls, eos_token_id, u=u, **self._shortcuts)
 
 
 class StopStrings:

@@ -60,7 +60,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Bring the converted copies up to date, where they lie. All of them: a version counter would tell which leaf
-        was written, but not of writes through `.data`, nor of an inference tensor."""
+        was written, but not of writes through `.data`, by a fused optimiser of torch, or of an inference tensor."""
         self._check(self._leaves, self._strides)
         for path, leaf in self._leaves.items():
             if not self._here(path, leaf):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from meshfn import functional as F
-from meshfn.programs.sampling import Chooser
+from meshfn.programs.chooser import Chooser
 from meshfn.programs.steps import State
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 

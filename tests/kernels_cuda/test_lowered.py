@@ -11,8 +11,10 @@ from meshfn import programs
 from meshfn.functional import tree
 from meshfn.programs import dynamo
 from meshfn.programs import lower as lowering
+from meshfn.programs import program as program_file
 from meshfn.programs.cuda import CUDA_KERNELS
 from meshfn.programs.lower import lower
+from meshfn.programs.replay import HostReplay
 from meshfn.programs.sizes import Target
 
 from ..families import family
@@ -60,6 +62,26 @@ def test_tokens_are_those_of_transformers(as_planned, options):
     # What ran is what the plan for a GPU shows.
     planned = programs.plan(model, device="cuda", arch="sm_90", batch=3, max_len=24, chunk=2)
     assert str(program.decode.graph) == str(planned.phases["decode"].graph)
+
+
+def test_options_within_the_graph_of_several_steps(as_planned, monkeypatch):
+    """Replayed by the host: what a launch of eight steps calls, in which order, and the tokens of an eager program."""
+    torch.manual_seed(1)
+    model = ours(llama(heads=4, kv_heads=2))
+    prompts, given = [[1, 2, 3, 4], [5]], {"do_sample": True, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2}
+    expected = programs.build(model, batch=3, max_len=24, compile=False).generate(prompts, max_new_tokens=10, **given)
+    monkeypatch.setattr(program_file, "replay_of", lambda device, compiled: HostReplay())
+    monkeypatch.setattr(program_file, "arch_of", lambda device: "sm_90")
+    with host_ops() as launches:
+        program = programs.build(model, batch=3, max_len=24, chunk=4)
+        assert program.generate(prompts, max_new_tokens=10, **given).tokens == expected.tokens
+        launches.clear()
+        assert program.generate(prompts, max_new_tokens=10, **given).tokens == expected.tokens
+    layer = ["gemv.cu", "qkv_rope_cache.cu", "decode_attention.cu", *["gemv.cu"] * 3]
+    step = [*layer * 2, "gemv.cu", "sample_advance.cu", "sample_options.cu"]
+    assert [launch.source for launch in launches][-9 * len(step) :] == step * 9
+    assert program._captured is not None
+    assert program._captured.captures == 4
 
 
 def test_the_norm_kernel_runs_in_prefill(as_planned):

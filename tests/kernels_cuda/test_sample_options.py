@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from meshfn.functional import sampling
 from meshfn.functional.sampling import Controls, fold_seed
 from meshfn.functional.shapes import ShapeError
 from meshfn.kernels_cuda import sample_options
-from meshfn.programs.sampling import Chooser
+from meshfn.programs.chooser import Choice, Chooser, choose_inside
 from meshfn.programs.steps import State
 
 from .ops import host_ops
@@ -140,11 +141,15 @@ def test_a_row_is_the_same_in_every_batch():
 
 @pytest.mark.parametrize("given", [{"top_p": 0.8, "do_sample": True, "seed": 4}, {"repetition_penalty": 1.3}])
 def test_programs_choose_with_it(given):
-    """Over steps, as `generate` calls it: tokens of the eager way, counts of tokens that it adds itself."""
+    """Over steps, as `generate` calls it, and as a graph has it inside, by buffers alone: tokens of the eager way, counts
+    of tokens that it adds itself."""
     sizes = {"batch": 3, "vocab_size": 40, "max_new_tokens": 6, "device": torch.device("cpu")}
     rows, chosen = [[1, 2], [3], [4, 5, 6]], {}
-    for arch in (None, "sm_90"):
+    for arch, inside in ((None, False), ("sm_90", False), (None, True), ("sm_90", True)):
         choose, made = Chooser(rows, **sizes, arch=arch, **given), torch.Generator().manual_seed(1)
+        if inside:
+            choose.fill(choice := Choice.off(3, 40, torch.device("cpu")))
+            choose = functools.partial(choose_inside, choice=choice, arch=arch)
         state, fed = State.empty(3, 40, torch.float32, "cpu"), torch.tensor([len(row) - 1 for row in rows])
         for _ in range(6):
             logits = torch.randn(3, 40, generator=made)
@@ -152,8 +157,8 @@ def test_programs_choose_with_it(given):
                 state = choose(dataclasses.replace(state, logits=logits), fed, torch.tensor([-1]))
             assert len(launches) == (arch is not None)
             fed = state.position
-            chosen.setdefault(arch, []).append(state.token.tolist())
-    assert chosen["sm_90"] == chosen[None]
+            chosen.setdefault((arch, inside), []).append(state.token.tolist())
+    assert all(tokens == chosen[None, False] for tokens in chosen.values())
 
 
 def test_opcheck_and_bad_input():

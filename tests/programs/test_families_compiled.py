@@ -107,6 +107,7 @@ program Gemma2ForCausalLM   cpu float32   batch 2   max_len 1000   chunk 16
   weights  0.1 M parameters, 231.4 KiB, read where the model keeps them
   cache    666.2 KiB, 2 x (k 2 41 2 10, v 2 41 2 10); 2 x (k 2 1025 2 10, v 2 1025 2 10), written in place
   choice   the most likely token, at the end of a step; with sampling options after it, eagerly
+  steps    one call each, over the slots that rows fill, nothing captured; the end is looked for every 16
 
 decode   B=2 S=1 T<=1024
   before the layers

@@ -199,6 +199,7 @@ program Qwen3_5ForCausalLM   cpu float32   batch 2   max_len 200   chunk 8
   weights  0.1 M parameters, 398.7 KiB, read where the model keeps them
   cache    184.5 KiB, 2 x (q 2 48 3, k 2 48 3, v 2 160 3, state 2 4 40 24); 1 x (k 2 225 2 16, v 2 225 2 16), written in place
   choice   the most likely token, at the end of a step; with sampling options after it, eagerly
+  steps    one call each, over the slots that rows fill, nothing captured; the end is looked for every 16
 
 decode   B=2 S=1 T<=224
   before the layers

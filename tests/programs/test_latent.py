@@ -127,6 +127,7 @@ program latent   cpu float32   batch 1   max_len 1000   chunk 64
   weights  0.1 M parameters, 241.2 KiB, read where the model keeps them
   cache    312.3 KiB, 3 x (latent 1 1025 26), written in place
   choice   the most likely token, at the end of a step; with sampling options after it, eagerly
+  steps    one call each, over the slots that rows fill, nothing captured; the end is looked for every 16
   layers[0..2] latent attention expanded: at most 7.4 M products, 824.0 KiB a layer (absorbed: 9.1 M products, 104.0 KiB)
   layers[0..2] latent attention absorbed: at most 0.1 M products, 104.0 KiB a layer (expanded: 1.6 M products, 824.0 KiB)
 

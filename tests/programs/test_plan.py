@@ -23,6 +23,7 @@ program smollm2-135m   cpu float32   batch 1   max_len 1024   chunk 256
   weights  134.5 M parameters, 513.1 MiB, read where the model keeps them
   cache    45.0 MiB, 30 x (k 1 1025 3 64, v 1 1025 3 64), written in place
   choice   the most likely token, at the end of a step; with sampling options after it, eagerly
+  steps    one call each, over the slots that rows fill, nothing captured; the end is looked for every 16
 
 prefill   B=1 S=256 T<=1024
   before the layers

@@ -26,18 +26,20 @@ class Recorded(replay.HostReplay):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.launched: list[tuple[int, bool]] = []  # steps, and whether with options
 
     def warm_up(self, run: Any) -> None:
         self.calls.append("warm_up")
         super().warm_up(run)
 
-    def capture(self, run: Any) -> None:
+    def capture(self, name: Any, run: Any) -> None:
         self.calls.append("capture")
-        super().capture(run)
+        super().capture(name, run)
 
-    def replay(self) -> None:
+    def replay(self, name: Any) -> None:
         self.calls.append("replay")
-        super().replay()
+        self.launched.append(name)
+        super().replay(name)
 
     def release(self) -> None:
         self.calls.append("release")
@@ -88,12 +90,12 @@ def test_a_cpu_replays_nothing_and_a_gpu_where_it_is_compiled():
 def test_captured_once_after_warm_up_and_replayed_by_every_call(host, monkeypatch):
     model = tiny_model()
     program = built(model)
-    assert host.calls[-2:] == ["warm_up", "capture"]
+    assert host.calls == ["release", *["warm_up", "capture"] * 2]  # a launch of one step, and of eight
     plain = plainly(monkeypatch, model)
     for n in (9, 4, 40):
         assert tokens_of(program, n) == tokens_of(plain, n)
-    assert host.count("capture") == 1
-    assert host.count("replay") == 8 + 3 + 39
+    assert host.count("capture") == 2
+    assert [n for n, _ in host.launched] == [8, 1, 1, 1, *[8] * 4, *[1] * 7]  # 8, 3 and 39 steps
 
 
 def test_log_probabilities_ends_and_sampling_are_those_of_the_plain_program(host, monkeypatch):
@@ -109,7 +111,7 @@ def test_log_probabilities_ends_and_sampling_are_those_of_the_plain_program(host
             assert found.tokens == expected.tokens
             assert found.finish_reason == expected.finish_reason
             assert found.logprobs == expected.logprobs
-    assert host.count("capture") == 1
+    assert host.count("capture") == 4  # with options and without, of both lengths
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "deepseek_v3"])
@@ -147,7 +149,7 @@ def test_weights_written_in_place_are_read_and_nothing_is_captured_again(host, m
     after = tokens_of(program)
     assert after != before
     assert after == tokens_of(plainly(monkeypatch, model))
-    assert host.count("capture") == 1
+    assert host.count("capture") == 2
 
 
 def test_converted_copies_are_refreshed_in_place(host, monkeypatch):
@@ -161,13 +163,13 @@ def test_converted_copies_are_refreshed_in_place(host, monkeypatch):
     program.refresh()
     assert tokens_of(program) == tokens_of(plainly(monkeypatch, model, dtype=torch.float64))
     assert [leaf.data_ptr() for leaf in F.tree.leaves(program._weights.live())] == places
-    assert host.count("capture") == 1
+    assert host.count("capture") == 2
 
 
 def test_a_leaf_that_moved_is_captured_again_with_one_line(host, monkeypatch, caplog):
     model = tiny_model()
     program = built(model)
-    with caplog.at_level(logging.INFO, "meshfn.programs.replay"):
+    with caplog.at_level(logging.INFO, "meshfn.programs.captured"):
         tokens_of(program)
         assert not caplog.records
         program.params = with_leaf(program.params, lambda embed: F.tree.map(lambda t: -t.detach(), embed))
@@ -175,7 +177,7 @@ def test_a_leaf_that_moved_is_captured_again_with_one_line(host, monkeypatch, ca
         assert tokens_of(program) == found
     (record,) = caplog.records
     assert record.getMessage().startswith("decode is captured again: params.embed")
-    assert host.count("capture") == 2
+    assert host.count("capture") == 3  # what was needed: eight steps
     assert "release" in host.calls[host.calls.index("replay") :]  # the old one, whose memory is free again
     plain = plainly(monkeypatch, model)
     plain.params = program.params
@@ -192,7 +194,7 @@ def test_memory_given_to_a_parameter_between_prefill_and_decode(host, monkeypatc
     leaf = F.tree.leaves(model.params)[0]
     leaf.data = leaf.data.clone()
     assert torch.equal(program.decode(state).logits, expected)
-    assert host.count("capture") == 2
+    assert host.count("capture") == 3
 
 
 def test_a_capture_that_fails_is_an_error_and_is_tried_again(host, monkeypatch):
@@ -200,7 +202,7 @@ def test_a_capture_that_fails_is_an_error_and_is_tried_again(host, monkeypatch):
     program = built(model)
     expected = tokens_of(program)
 
-    def fail(run: Any) -> None:
+    def fail(name: Any, run: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     program.params = with_leaf(program.params, lambda embed: F.tree.map(lambda t: t.detach().clone(), embed))
@@ -221,7 +223,7 @@ def test_a_replay_that_fails_leaves_no_stale_state(host, monkeypatch):
     state = program.prefill(ROWS)
     expected = program.decode(state).logits
 
-    def fail() -> None:
+    def fail(name: Any) -> None:
         raise RuntimeError("launch failed")
 
     with monkeypatch.context() as patch:

@@ -8,7 +8,8 @@ import torch
 from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn.functional.sampling import Controls, fold_seed, sample
-from meshfn.programs.sampling import Chooser, prompt_counts, read_controls
+from meshfn.programs.chooser import Chooser
+from meshfn.programs.sampling import prompt_counts, read_controls
 from meshfn.programs.steps import State
 
 PROGRAM = {"rows": 2, "vocab_size": 97, "device": "cpu", "batch": 3}
