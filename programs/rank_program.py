@@ -134,13 +134,6 @@ class RankProgram(Program):
             self.sums.close(together=False)
         super().__exit__(*error)
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with super()._alone():
-            yield
-            if not self._closed:
-                self.sums.check()  # before a caller sees a result
-
     def _compile(self, *phases: Phase) -> None:
         """Each rank in its own time, with nothing sent. Raises on every rank where one fails."""
         if self._port is None:
@@ -256,6 +249,8 @@ class RankProgram(Program):
     def _alone(self) -> Iterator[None]:
         with super()._alone(), during(lambda: self._at):
             yield
+            if not self._closed:
+                self.sums.check()  # before a caller sees a result
 
     def _run_prefill(
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
