@@ -87,7 +87,7 @@ def make_rank_plan(model: Model, ranks: Ranks, sizes: Sizes, dtype: torch.dtype)
     """model: the rank's own. sizes: of all ranks."""
     axes, rank, meta = ranks.mesh.axes, ranks.mesh.rank, torch.device("meta")
     trace = Trace(Mesh(**dict(axes)).at(rank, Dry(axes, rank)))
-    dry, own = Ranks(ranks.given, trace.mesh, ranks.layout, meta), ranks.sizes(sizes)
+    dry, own = Ranks(ranks.config, trace.mesh, ranks.layout, meta), ranks.sizes(sizes)
     fp32 = tree.fp32_paths(model.params)
     leaves = {
         path: torch.empty_like(leaf, dtype=computed_dtype(leaf.dtype, dtype, path in fp32), device=meta)

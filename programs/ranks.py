@@ -19,7 +19,6 @@ from .. import sharding as sh
 from ..functional import tree
 from ..functional.cache import Cache
 from ..functional.wire import Own
-from ..sharding.ports import Sized
 from ..sharding.spec import parse
 from ..sharding.wires import LayoutWire
 from .sizes import Sizes, by_channel
@@ -27,19 +26,16 @@ from .steps import Seam
 
 __all__ = ["Ranks", "check_mesh", "check_ranks"]
 
-HEADS = ("q", "q_gate", "k", "v", "o", "q_bias", "k_bias", "v_bias", "sinks")
-
 
 class Ranks:
     """One rank among those of a mesh, by a layout.
 
-    config: of the whole model, with key/value heads as many as `tp` where it has fewer: each rank then has the one that
-    its query heads read. rows: the axes that split rows, in the order of the mesh.
+    config: of the whole model. rows: the axes that split rows, in the order of the mesh.
     """
 
     def __init__(self, cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, device: torch.device) -> None:
         self.mesh, self.layout, self.device = mesh, layout, device
-        self.given, self.config = cfg, _with_heads_for(cfg, mesh["tp"] if "tp" in layout.axes else 1)
+        self.config = cfg
         (over,) = [atom.axes for atom in parse(layout["tokens"][0]).atoms if atom.name == "B"]
         self.rows = tuple(axis for axis in over if mesh[axis] > 1)
         self._tokens = parse(layout["tokens"][0])
@@ -63,24 +59,14 @@ class Ranks:
 
     def params(self, params: F.Decoder) -> F.Decoder:
         """This rank's shards of a whole model, views of its leaves where they are one range; or what already are."""
-        model = sh.shard(F.backbone, self.layout, self.mesh, S=1)
-        sizes = tree.sizes_of(params, self.given)
-        lies = tree.paths(model.specs(params, self.given))
-        for path in self._dealt(lies):
-            lies[path] = Sized(parse(_by_query_head(str(lies[path].spec))), sizes[path])
-        leaves = tree.paths(params)
-        shapes = {path: each.spec.local(each.sizes, self.mesh, self.mesh.rank) for path, each in lies.items()}
+        lies = sh.shard(F.backbone, self.layout, self.mesh, S=1).specs(params, self.config)
+        specs, leaves = tree.paths(lies), tree.paths(params)
+        shapes = {path: each.spec.local(each.sizes, self.mesh, self.mesh.rank) for path, each in specs.items()}
         if all(tuple(leaf.shape) == shapes[path] for path, leaf in leaves.items()):
             return params
-        tree.check(params, F.Decoder.abstract(self.given), what="params")
-        found: F.Decoder = sh.cut(params, tree.replace(params, lies), self.mesh)
+        tree.check(params, F.Decoder.abstract(self.config), what="params")
+        found: F.Decoder = sh.cut(params, lies, self.mesh)
         return found
-
-    def _dealt(self, paths: Mapping[str, Any]) -> list[str]:
-        """The leaves of layers whose query heads are dealt out to more ranks than there are key/value heads."""
-        changed = [i for i, (a, b) in enumerate(zip(self.given.layers, self.config.layers, strict=True)) if a != b]
-        of_layers = tuple(f".layers[{i}].attention." for i in changed)
-        return [path for path in paths if path.startswith(of_layers) and path.rpartition(".")[2] in HEADS]
 
     def caches(self, sizes: Sizes, dtype: torch.dtype) -> tuple[Cache, ...]:
         """A cache a layer of the rank's own shapes, uninitialised but for states. sizes: of all ranks."""
@@ -221,29 +207,7 @@ def check_ranks(cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, batch: i
             f"build(batch={batch}): fewer rows than the {ranks} ranks of {'/'.join(rows)}\n    fix: batch={ranks}"
         )
     model = sh.shard(F.backbone, layout, mesh, S=1)
-    made = _with_heads_for(cfg, mesh["tp"] if "tp" in layout.axes else 1)
-    model.in_specs({"params": F.Decoder.abstract(made), "cfg": made})
-
-
-def _with_heads_for(cfg: F.DecoderConfig, ranks: int) -> F.DecoderConfig:
-    """The config with a key/value head for each rank in the layers that have fewer of them, where query heads deal out
-    evenly and no rank's read two. Others stay, and are refused by the layout."""
-
-    def of(each: F.LayerConfig) -> F.LayerConfig:
-        attention = each.attention
-        if not isinstance(attention, F.AttentionConfig):
-            return each
-        heads, groups = attention.num_attention_heads, attention.num_key_value_heads
-        if groups >= ranks or ranks % groups or heads % ranks:
-            return each
-        return dataclasses.replace(each, attention=dataclasses.replace(attention, num_key_value_heads=ranks))
-
-    return dataclasses.replace(cfg, layers=tuple(map(of, cfg.layers)))
-
-
-def _by_query_head(text: str) -> str:
-    """`(K/tp G E)` as `(H/tp E)`, and `(K/tp E)` as `(K@H/tp E)`."""
-    return text.replace("(K/tp G)", "H/tp").replace("K/tp G", "H/tp").replace("K/tp", "K@H/tp")
+    model.in_specs({"params": F.Decoder.abstract(cfg), "cfg": cfg})
 
 
 def _digest(value: Any) -> int:

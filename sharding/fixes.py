@@ -15,7 +15,7 @@ __all__ = ["fewer", "fit", "fitting", "hybrid"]
 def fit(heads: tuple[int, int], outer: int, ranks: int) -> bool:
     """Whether `outer` parts of the heads can each be dealt to so many ranks."""
     count, groups = heads
-    return 0 < outer <= groups and (groups // outer >= ranks or (groups % outer == 0 and count // outer >= ranks))
+    return outer > 0 and (groups // outer >= ranks or count // outer >= ranks)
 
 
 def fewer(axes: Axes, before: tuple[str, ...], over: tuple[str, ...], heads: tuple[int, int]) -> str:

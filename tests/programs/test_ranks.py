@@ -20,6 +20,11 @@ from ..sharding.test_recurrent_models import DELTA, KIMI, PLAIN
 UNEVEN = dataclasses.replace(HEADS, num_attention_heads=6, num_key_value_heads=3)
 RING = dataclasses.replace(HEADS, num_attention_heads=8, num_key_value_heads=4, window=6)
 FEW = dataclasses.replace(HEADS, num_attention_heads=8, num_key_value_heads=2, qkv_bias=True)
+SMOL = dataclasses.replace(HEADS, num_attention_heads=9, num_key_value_heads=3, qkv_bias=True)
+TWELVE = dataclasses.replace(HEADS, num_attention_heads=12, num_key_value_heads=3, window=6)
+FIVE = dataclasses.replace(LATENT, num_attention_heads=5)
+ODD = dataclasses.replace(DELTA, num_key_heads=3, num_value_heads=9)
+ODD_KIMI = dataclasses.replace(KIMI, num_key_heads=3, num_value_heads=6)
 dense = sh.ulysses(tp="tp", dp="dp")
 latent = sh.mla_latent(tp="tp", dp="dp")
 hybrid = sh.beside(dense, sh.gdn_ulysses(tp="tp", dp="dp"))
@@ -35,6 +40,9 @@ CASES = [
     (hybrid, {"tp": 2}, ((DELTA, MLP), (PLAIN, MOE))),
     (hybrid, {"tp": 4}, ((DELTA, MLP), (PLAIN, MLP))),
     (kimi, {"tp": 4}, ((KIMI, MLP), (LATENT, MOE))),
+    (dense, {"tp": 4}, ((SMOL, MLP), (TWELVE, MLP))),
+    (kimi, {"tp": 2}, ((ODD_KIMI, MLP), (FIVE, MLP))),
+    (kimi, {"dp": 2, "tp": 4}, ((ODD, MLP), (ODD_KIMI, MLP), (FIVE, MLP))),
 ]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8], [20, 30, 11, 4]]
 OPTIONS = [
@@ -204,7 +212,7 @@ def test_what_no_program_runs_over():
         *said(dense, {"dp": 2}, batch),
         *said(dense, {"tp": 2}, undrawn),
         *said(dense, {"tp": 2}, elsewhere),
-        *said(dense, {"tp": 4}, build),  # three key/value heads, which four ranks would need in parts
+        *said(dense, {"tp": 7}, build),  # six query heads
     ]
     assert_expected_inline(
         "\n".join(dict.fromkeys(found)),
@@ -219,9 +227,9 @@ generate(top_k=0): without it any of 31 tokens may be drawn, and their logits li
     fix: top_k=50
 build(device="cuda"): no CUDA device is available
     fix: programs.plan(model, device="cuda", arch="sm_90") prints the plan without one
-ulysses("u", tp="tp", dp="dp"): K=3 key/value heads over tp=4, which splits them before
+ulysses("u", tp="tp", dp="dp"): H=6 query heads over tp=7, which splits them before
     B/dp S/u (K/tp G) E
-    mesh: tp=4 dp=1 (not in the mesh) u=1 (not in the mesh)     fix: tp=3""",
+    mesh: tp=7 dp=1 (not in the mesh) u=1 (not in the mesh)     fix: tp=6""",
     )
 
 
