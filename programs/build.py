@@ -11,6 +11,7 @@ import torch
 
 from ..sharding import Layout, Mesh
 from . import dynamo
+from .handover import check_handover
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model, check_model
@@ -38,6 +39,7 @@ def build(
     kernels: Sequence[Kernel] = (),
     mesh: Mesh | None = None,
     layout: Layout | None = None,
+    prefill_layout: Layout | None = None,
 ) -> Program:
     """Trace, lower and compile prefill and decode of a model, which then never compile again.
 
@@ -50,11 +52,13 @@ def build(
     mesh, layout: of a rank among several, its own mesh and how the model lies; every rank makes this call, and gets its
     part, see `RankProgram`. batch is of all ranks. model: the whole one, of which a rank reads its shards where they
     lie, or one whose params are this rank's (`load_shards`). It runs eagerly.
+    prefill_layout: by which prompts are read, where it is another: with their tokens split over ranks. The caches are
+    then handed over to `layout` once, behind the prompts.
     """
     check_model("build", model)
-    if mesh is not None or layout is not None:
-        given = {"strict": strict, "kernels": tuple(kernels)}
-        return _build_rank(model, mesh, layout, Sizes(batch=batch, max_len=max_len, chunk=chunk), dtype, device, given)
+    if any(each is not None for each in (mesh, layout, prefill_layout)):
+        given, of_all = {"strict": strict, "kernels": tuple(kernels)}, Sizes(batch=batch, max_len=max_len, chunk=chunk)
+        return _build_rank(model, mesh, (layout, prefill_layout), of_all, dtype, device, given)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
         raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
@@ -115,17 +119,20 @@ def plan(
 def _build_rank(
     model: Model,
     mesh: Mesh | None,
-    layout: Layout | None,
+    layouts: tuple[Layout | None, Layout | None],
     sizes: Sizes,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     given: dict[str, Any],
 ) -> RankProgram:
-    """`build` of one rank among several."""
+    """`build` of one rank among several. layouts: of decode and of prompts."""
+    layout, reads = layouts
     if mesh is None or layout is None:
         missing = "mesh" if mesh is None else "layout"
         raise ValueError(f"build({missing}=...): mesh and layout go together\n    fix: both, or neither for one rank")
-    check_mesh(mesh, layout)
+    for name, each in (("layout", layout), ("prefill_layout", reads)):
+        if each is not None:
+            check_mesh(mesh, each, name)
     place, kind = _device(device, model.device), dtype or model.dtype
     _check_there(place)  # a rank without its device cannot tell the others
     ranks = Ranks(model.config, mesh, layout, place)
@@ -137,13 +144,16 @@ def _build_rank(
                 "build: the model has no weights, it was loaded with abstract=True\n    fix: load it without"
             )
         _check_place(ranks.device, kind)
-        check_ranks(model.config, mesh, layout, sizes.batch)
+        check_ranks(model.config, mesh, layout, sizes, reads)
+        if reads is not None:
+            check_handover(Ranks(model.config, mesh, reads, place), ranks, sizes, model.params)
     except Exception:
         ranks.agree("build", None)
         raise
     ranks.agree("build", {"model.config": model.config, "batch, max_len or chunk": sizes, "dtype": kind,
-                          "layout": layout.chains, "mesh": mesh.axes})  # fmt: skip
-    program = RankProgram(model, sizes, ranks.device, kind, mesh=mesh, layout=layout)
+                          "layout": layout.chains, "mesh": mesh.axes,
+                          "prefill_layout": None if reads is None else reads.chains})  # fmt: skip
+    program = RankProgram(model, sizes, ranks.device, kind, mesh=mesh, layout=layout, prefill_layout=reads)
     program.warm_up()
     return program
 

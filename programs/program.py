@@ -21,7 +21,7 @@ from .kernel import Kernel
 from .lower import with_table
 from .model import Model
 from .phase import Phase
-from .prompts import Prompts, cut, end_tokens, read_prompts
+from .prompts import Prompts, cut, end_tokens, lengths, read_prompts
 from .replay import CapturedDecode, replay_of
 from .report import Plan, make_plan
 from .sampling import Chooser, SamplingOptions
@@ -53,6 +53,7 @@ class Program(Held):
     ) -> None:
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.batch = sizes.batch  # rows of all ranks
+        self._rows = self._rows_read = sizes.batch  # of a call of decode, and of one that reads prompts
         self.device, self.dtype = device, dtype
         self.target = Target(device.type, dtype, arch_of(device))
         self.kernels = with_table(self.target, kernels) if compiled else ()
@@ -193,7 +194,7 @@ class Program(Held):
         self, rows: list[list[int]], most: int = 0
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
         """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
-        for tokens, positions, last in cut(rows, self.sizes.batch, self.sizes.chunk, most):
+        for tokens, positions, last in cut(rows, self._rows_read, self.sizes.chunk, most):
             wanted = max(map(max, positions)) + 1
             t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
             yield t, p, ends, self._read(wanted)
@@ -201,10 +202,6 @@ class Program(Held):
     def _eos(self, stop: Sequence[int]) -> Tensor:
         """`EOS_LIMIT`, whatever the number of end tokens, which is no part of a graph."""
         return torch.tensor([*stop, *[-1] * (EOS_LIMIT - len(stop))], device=self.device)
-
-    def _lengths(self, rows: list[list[int]]) -> Tensor:
-        """`B`, the tokens of each row, 0 where there is no row."""
-        return torch.tensor([*map(len, rows), *[0] * (self.sizes.batch - len(rows))], device=self.device)
 
     def _start(self) -> State:
         """A new session: what the cache holds for an older state is gone, and no row is active."""
@@ -214,9 +211,9 @@ class Program(Held):
     def _run_prefill(
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
     ) -> State:
-        """The state with the rows that are not empty read into the cache, and their first new token. most: tokens of
-        the longest row on any rank."""
-        length = self._lengths(rows)
+        """The state with the rows that are not empty read into the cache, and their first new token. rows: as
+        `_own_read` gives them. most: tokens of the longest row on any rank."""
+        length = lengths(rows, self._rows_read, self.device)
         for tokens, positions, last, read in self._chunks(rows, most):
             state = self.prefill.step(*inputs, state, tokens, positions, last, length, eos, read)
         return state
@@ -311,8 +308,8 @@ class Program(Held):
 
             if streamer is not None:
                 streamer.put(read.input_ids)
-            state = self._run_prefill(inputs, self._start(), rows, eos, most)
-            state = choose(state, self._lengths(rows) - 1, eos)
+            state = self._run_prefill(inputs, self._start(), self._own_read(read.rows), eos, most)
+            state = choose(state, lengths(rows, self._rows, self.device) - 1, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
                 step,
@@ -367,6 +364,14 @@ class Program(Held):
         """The rows that are computed here."""
         return rows
 
+    def _own_read(self, rows: list[list[int]]) -> list[list[int]]:
+        """The rows whose prompts are read here."""
+        return rows
+
+    def _inputs_read(self) -> tuple[Any, Any]:
+        """Parameters and caches as prompts are read with."""
+        return self._inputs()
+
     def _anywhere(self, live: bool) -> bool:
         """Whether some row still goes on, here or on another rank."""
         return live
@@ -383,10 +388,10 @@ class Program(Held):
         read = self._prompts(prompts, attention_mask)
         with self._alone():
             self._session += 1
-            inputs = self._inputs()
+            inputs = self._inputs_read()
             parts = []
             targets = [[*row[1:], 0] for row in read.rows]
-            length = self._lengths(read.rows)
+            length = lengths(read.rows, self._rows_read, self.device)
             for (tokens, positions, _, slots), (wanted, *_) in zip(
                 self._chunks(read.rows), self._chunks(targets), strict=True
             ):

@@ -102,6 +102,11 @@ def cut(
         yield tokens, positions, [len(part) - 1 if end else -1 for part, end in zip(parts, ends, strict=True)]
 
 
+def lengths(rows: list[list[int]], most: int, device: torch.device) -> Tensor:
+    """`most`, the tokens of each row, 0 where there is no row."""
+    return torch.tensor([*map(len, rows), *[0] * (most - len(rows))], device=device)
+
+
 def _from_lists(prompts: Any, tokenizer: Any) -> list[list[int]]:
     if isinstance(prompts, str):
         prompts = [prompts]

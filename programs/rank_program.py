@@ -23,6 +23,7 @@ from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
 from .asked import Asked, read_asked
 from .generate import now
+from .handover import Handover, reads_others
 from .model import Model
 from .program import Program
 from .prompts import Prompts
@@ -30,23 +31,35 @@ from .rank_plan import RankPlan, make_rank_plan
 from .ranks import Ranks
 from .sampling import Chooser, row_seeds
 from .sizes import Sizes
-from .steps import State, make_steps
+from .steps import State, make_steps, packed
+from .weights import Weights
 
 __all__ = ["RankProgram"]
 
 
 class RankProgram(Program):
     """A rank's own, which runs eagerly: ranks may be threads, and Dynamo is not safe among these. params: its shards;
-    may be set to others, or to a whole model's."""
+    may be set to others, or to a whole model's.
+
+    prefill_layout: by which prompts are read, `layout` unless given; caches are then handed over to it.
+    """
 
     def __init__(
-        self, model: Model, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, mesh: Mesh, layout: Layout
-    ) -> None:
+        self, model: Model, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, mesh: Mesh, layout: Layout,
+        prefill_layout: Layout | None = None,
+    ) -> None:  # fmt: skip
         self.ranks = Ranks(model.config, mesh, layout, device)
-        self._all = sizes
-        own = dataclasses.replace(model, config=self.ranks.config, params=self.ranks.params(model.params))
+        self._all, self.reading = sizes, self.ranks
+        own = dataclasses.replace(model, params=self.ranks.params(model.params))
+        if prefill_layout is not None:
+            self.reading = Ranks(model.config, mesh, prefill_layout, device)
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, (), False, False)
-        self.batch = sizes.batch
+        self.batch, self._rows_read = sizes.batch, self.reading.sizes(sizes).batch
+        self._weights_read, self._over = self._weights, None
+        if self.reading is not self.ranks:
+            self._over = Handover(self.reading, self.ranks, sizes)
+            if reads_others(self.reading, self.ranks, model.params):
+                self._weights_read = Weights(self.reading.params(model.params), device, dtype)
 
     @property
     def params(self) -> F.Decoder:
@@ -54,11 +67,14 @@ class RankProgram(Program):
 
     @params.setter
     def params(self, new: F.Decoder) -> None:
+        read = self.reading.params(new) if self._weights_read is not self._weights else None  # raises before any is set
         self._weights.replace(self.ranks.params(new))
+        if read is not None:
+            self._weights_read.replace(read)
 
     @property
     def plan(self) -> RankPlan:  # type: ignore[override]
-        return make_rank_plan(self.model, self.ranks, self._all, self.dtype)
+        return make_rank_plan(self.model, self.ranks, self.reading, self._weights_read.params, self._all, self.dtype)
 
     def __repr__(self) -> str:
         return str(self.plan)
@@ -67,15 +83,32 @@ class RankProgram(Program):
         """Allocate what steps need. Nothing is compiled."""
         with self._alone():
             start = now(self.device)
-            self._weights.allocate()
+            for weights in dict.fromkeys((self._weights, self._weights_read)):
+                weights.allocate()
             self.build_seconds = now(self.device) - start
 
     def _caches(self) -> tuple[Cache, ...]:
         return self.ranks.caches(self._all, self.dtype)
 
     def _steps(self) -> dict[str, Callable[..., Any]]:
-        structures = (tree.structure(x) for x in (self.model.params, self.cache))
-        return make_steps(self.model.config, self.ranks.seam(*structures))
+        structures = [tree.structure(x) for x in (self.model.params, self.cache)]
+        found = {ranks: make_steps(self.model.config, ranks.seam(*structures)) for ranks in (self.reading, self.ranks)}
+        return {**found[self.reading], "decode": found[self.ranks]["decode"]}
+
+    def _inputs_read(self) -> tuple[Any, Any]:
+        """Caches of a layout of prompts hold memory no longer than these are read."""
+        if self._over is None:
+            return self._inputs()
+        return self._weights_read.live(), packed(self.params, self.reading.caches(self._all, self.dtype))[1]
+
+    def _run_prefill(self, inputs: Any, state: State, rows: list[list[int]], eos: Tensor, most: int = 0) -> State:
+        if self._over is None:
+            return super()._run_prefill(inputs, state, rows, eos, most)
+        inputs, lengths, part = self._inputs_read(), [len(row) for row in rows], self.reading.vocabulary
+        begun = State.empty(self._rows_read, part.stop - part.start, self.dtype, self.device)
+        begun = super()._run_prefill(inputs, begun, rows, eos, most)
+        self._over.caches(inputs[1], self.cache, lengths)
+        return self._over.state(begun, state, lengths)
 
     def _start(self) -> State:
         self._session += 1
@@ -90,7 +123,7 @@ class RankProgram(Program):
             self.ranks.agree("prompts", None)
             raise
         self.ranks.agree("prompts", {"prompts": found.rows})
-        own = self.ranks.own(len(found.rows))
+        own = self.reading.own(len(found.rows))
         return Prompts(found.rows[own], found.input_ids[own], found.attention_mask[own])
 
     def _asked(self, **given: Any) -> Asked:
@@ -119,7 +152,7 @@ class RankProgram(Program):
         vocab, options = self.model.config.vocab_size, asked.options
         RankChooser(self, asked)  # raises for options that are none
         k = options.get("top_k", 50)
-        if options.get("do_sample") and not k and self.ranks.wire(1).own("Z"):
+        if options.get("do_sample") and not k and self.ranks.choice.own("Z"):
             raise ValueError(
                 f"generate(top_k={k!r}): without it any of {vocab} tokens may be drawn, and their logits lie on "
                 f"{self.ranks.mesh['tp']} ranks, which would have to send them all\n    fix: top_k=50"
@@ -132,6 +165,9 @@ class RankProgram(Program):
 
     def _own(self, rows: list[list[int]]) -> list[list[int]]:
         return rows[self.ranks.own(len(rows))]
+
+    def _own_read(self, rows: list[list[int]]) -> list[list[int]]:
+        return rows[self.reading.own(len(rows))]
 
     def _anywhere(self, live: bool) -> bool:
         return self.ranks.anywhere(live)
@@ -160,7 +196,7 @@ class RankChooser(Chooser):
     def _chosen(
         self, logits: Tensor, after: Tensor, counts: Tensor, eos_token_id: Tensor, u: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wire = self._ranks.wire(1)
+        wire = self._ranks.choice
         rows = wire.own("Z")
         if rows is None:
             return super()._chosen(logits, after, counts, eos_token_id, u)

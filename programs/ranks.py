@@ -7,6 +7,7 @@ Letters: B batch, Z vocabulary, T cache slots, H query heads, K key/value heads,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -19,10 +20,10 @@ from .. import sharding as sh
 from ..functional import tree
 from ..functional.cache import Cache
 from ..functional.wire import Own
-from ..sharding.spec import parse
+from ..sharding.spec import Atom, Spec, parse
 from ..sharding.wires import LayoutWire
 from .sizes import Sizes, by_channel
-from .steps import Seam
+from .steps import Seam, last_token
 
 __all__ = ["Ranks", "check_mesh", "check_ranks"]
 
@@ -36,30 +37,39 @@ class Ranks:
     def __init__(self, cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, device: torch.device) -> None:
         self.mesh, self.layout, self.device = mesh, layout, device
         self.config = cfg
-        (over,) = [atom.axes for atom in parse(layout["tokens"][0]).atoms if atom.name == "B"]
-        self.rows = tuple(axis for axis in over if mesh[axis] > 1)
-        self._tokens = parse(layout["tokens"][0])
-        self._wires: dict[int, Any] = {}
+        lies = {atom.name: atom for atom in parse(layout["tokens"][0]).atoms}
+        self._rows, tokens = Spec(((lies["B"],),)), lies["S"]
+        self.rows, self.tokens = (tuple(axis for axis in lies[letter].axes if mesh[axis] > 1) for letter in ("B", "S"))
+        self._split, self._wires = str(tokens), dict[int, Any]()
 
     @property
     def deals(self) -> bool:
         """Whether experts are dealt out over ranks, which is known step by step and cannot be compiled."""
         return any(self.mesh[axis] > 1 for axis in self.layout.split("X"))
 
+    @functools.cached_property
+    def _model(self) -> Any:
+        """For all that holds of any number of tokens: one that every order allows."""
+        return sh.shard(F.backbone, self.layout, self.mesh, S=2 * self.mesh.size)
+
     def own(self, rows: int) -> slice:
         """Which of all rows this rank has."""
-        sizes = {"B": rows, "S": 1}
-        found: slice = self._tokens.slices(sizes, self.mesh, self.mesh.rank)[0]
+        found: slice = self._rows.slices({"B": rows}, self.mesh, self.mesh.rank)[0]
         return found
 
     def sizes(self, sizes: Sizes) -> Sizes:
-        """Those of a rank, of those of all."""
+        """Those of a rank, of those of all: at least a row, which may stay idle."""
         mine = self.own(sizes.batch)
-        return dataclasses.replace(sizes, batch=mine.stop - mine.start)
+        return dataclasses.replace(sizes, batch=max(mine.stop - mine.start, 1))
+
+    def lies(self, params: F.Decoder) -> dict[str, Any]:
+        """Which part of each parameter of a whole model this rank has, by path."""
+        specs = tree.paths(self._model.specs(params, self.config))
+        return {path: each.spec.slices(each.sizes, self.mesh, self.mesh.rank) for path, each in specs.items()}
 
     def params(self, params: F.Decoder) -> F.Decoder:
         """This rank's shards of a whole model, views of its leaves where they are one range; or what already are."""
-        lies = sh.shard(F.backbone, self.layout, self.mesh, S=1).specs(params, self.config)
+        lies = self._model.specs(params, self.config)
         specs, leaves = tree.paths(lies), tree.paths(params)
         shapes = {path: each.spec.local(each.sizes, self.mesh, self.mesh.rank) for path, each in specs.items()}
         if all(tuple(leaf.shape) == shapes[path] for path, leaf in leaves.items()):
@@ -70,11 +80,26 @@ class Ranks:
 
     def caches(self, sizes: Sizes, dtype: torch.dtype) -> tuple[Cache, ...]:
         """A cache a layer of the rank's own shapes, uninitialised but for states. sizes: of all ranks."""
-        whole = sizes.caches(self.config, dtype, "meta")
-        model = sh.shard(F.backbone, self.layout, self.mesh, S=1)
-        given = {"params": F.Decoder.abstract(self.config), "cfg": self.config, "cache": whole}
-        specs = model.in_specs({**given, "positions": torch.zeros(1, 1, dtype=torch.int64)})["cache"]
-        return tuple(map(self._allocated, sh.cut(whole, specs, self.mesh)))
+        rank, rows, found = self.mesh.rank, self.sizes(sizes).batch, []
+        for specs, like in zip(self.cache_specs(sizes), self._whole(sizes, dtype), strict=True):
+            new = {}
+            for (path, leaf), lies in zip(tree.paths(like).items(), tree.paths(specs).values(), strict=True):
+                _, *shape = lies.spec.local({**lies.sizes, "B": sizes.batch, "T": leaf.shape[1]}, self.mesh, rank)
+                new[path] = leaf.new_empty(rows, *shape)
+            found.append(self._allocated(tree.replace(like, new)))
+        return tuple(found)
+
+    def cache_specs(self, sizes: Sizes) -> tuple[Any, ...]:
+        """How the cache of each layer lies, a tree of what `Sized` says of each leaf. Raises where a layer has none."""
+        given = {"params": F.Decoder.abstract(self.config), "cfg": self.config,
+                 "cache": self._whole(sizes, torch.float32)}  # fmt: skip
+        found: tuple[Any, ...] = self._model.in_specs({**given, "positions": torch.zeros(1, 1, dtype=torch.int64)})[
+            "cache"
+        ]
+        return found
+
+    def _whole(self, sizes: Sizes, dtype: torch.dtype) -> tuple[Cache, ...]:
+        return sizes.caches(self.config, dtype, "meta")
 
     def _allocated(self, like: Cache) -> Cache:
         make = torch.zeros if isinstance(like, F.GDNCache) else torch.empty
@@ -82,17 +107,25 @@ class Ranks:
         return by_channel(found) if isinstance(found, F.GDNCache) else found
 
     def wire(self, tokens: int) -> LayoutWire:
-        """For choices of `tokens` tokens a row."""
+        """For calls of `tokens` tokens a row."""
         if tokens not in self._wires:
             wire = LayoutWire.of(self.layout, self.mesh, {"S": tokens}, device=self.device)
             self._wires[tokens] = wire.layer(Z=self.config.vocab_size)
         found: LayoutWire = self._wires[tokens]
         return found
 
+    @functools.cached_property
+    def choice(self) -> LayoutWire:
+        """For the choice of one token a row, which ranks that have parts of a row's tokens make alike."""
+        chains = {edge: [parse(text) for text in chain] for edge, chain in self.layout.chains}
+        edges = {edge: " -> ".join(map(_of_one_token, chains[edge])) for edge in ("logits", "shares") if edge in chains}
+        wire = LayoutWire.of(sh.Layout(self.layout.name, edges), self.mesh, {"S": 1}, device=self.device)
+        return wire.layer(Z=self.config.vocab_size)
+
     @property
     def vocabulary(self) -> Own:
         """The rows of it that this rank has."""
-        return self.wire(1).own("Z") or Own(0, self.config.vocab_size, self.config.vocab_size)
+        return self.choice.own("Z") or Own(0, self.config.vocab_size, self.config.vocab_size)
 
     def seam(self, params: Any, caches: Any) -> Seam:
         """params, caches: the structures of trees that steps take packed."""
@@ -110,16 +143,29 @@ class Ranks:
             whole = tree.unflatten(params, tree.leaves(packed))
             kept = tree.unflatten(caches, tree.leaves(cache))
             model = sh.shard(F.backbone, self.layout, self.mesh, S=tokens.shape[1])
-            return model(whole, tokens, cfg, cache=kept, **given)
+            return model(whole, self._mine(tokens), cfg, cache=kept, **given)
+
+        def last(x: Tensor, last: Tensor, tokens: int) -> Tensor:
+            if not self.tokens:
+                return last_token(x, last, tokens)
+            here = self._mine(torch.arange(tokens, device=x.device)[None]) == last.clamp_min(0)[:, None]
+            x_BD = torch.where(here[..., None], x, 0).sum(1)
+            return sh.reshard(x_BD, f"B D +{'+'.join(self.tokens)} -> B D", self.mesh)
 
         def choose(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=self.wire(1)))
+            token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=self.choice))
             return token, logprob, F.advance(token, logprob, positions, eos_token_id)
 
         def logprob(logits: Tensor, targets: Tensor) -> Tensor:
-            return F.token_logprob(logits, targets, wire=self.wire(targets.shape[1]))
+            tokens = targets.shape[1]
+            found = F.token_logprob(logits, self._mine(targets), wire=self.wire(tokens))
+            return sh.reshard(found, f"B {self._split} -> B S", self.mesh, S=tokens) if self.tokens else found
 
-        return Seam(layer, backbone, choose, logprob)
+        return Seam(layer, backbone, last, choose, logprob)
+
+    def _mine(self, x: Tensor) -> Tensor:
+        """Of `B S` the tokens that this rank has."""
+        return self.wire(x.shape[1]).mine(x) if self.tokens else x
 
     # What ranks tell each other.
 
@@ -172,12 +218,12 @@ class Ranks:
         return len(self.mesh.ranks(axes, self.mesh.rank))
 
 
-def check_mesh(mesh: Any, layout: Any) -> None:
-    """Raise for what is no mesh of a rank's own, or no layout."""
+def check_mesh(mesh: Any, layout: Any, name: str = "layout") -> None:
+    """Raise for what is no mesh of a rank's own, or no layout. name: of the argument."""
     if not isinstance(mesh, sh.Mesh) or not isinstance(layout, sh.Layout):
         given = f"{type(mesh).__name__} and {type(layout).__name__}"
         raise TypeError(
-            f"build(mesh=..., layout=...): a Mesh and a Layout are needed, not {given}\n"
+            f"build(mesh=..., {name}=...): a Mesh and a Layout are needed, not {given}\n"
             '    fix: mesh=ProcessGroup(device_mesh).mesh, layout=ulysses(tp="tp")'
         )
     if not mesh.bound:
@@ -187,27 +233,49 @@ def check_mesh(mesh: Any, layout: Any) -> None:
         )
 
 
-def check_ranks(cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, batch: int) -> None:
-    """Raise `ValueError` and `SpecError` for a mesh and a layout over which no program of a model runs."""
-    if parts := [axis for edge, chain in layout.chains if edge == "parameters" for axis in parse(chain[0]).axes]:
-        raise ValueError(
-            f"build(layout=...): {layout.name} keeps parameters in parts over {'/'.join(parts)}, which every step "
-            "would gather\n    fix: the layout without parameters=..."
-        )
+def check_ranks(
+    cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, sizes: Sizes, reads: sh.Layout | None = None
+) -> None:
+    """Raise `ValueError` and `SpecError` for a mesh and layouts over which no program of a model runs. reads: by which
+    prompts are read, if it is another."""
+    for name, each in (("layout", layout), ("prefill_layout", reads)):
+        if each is not None:
+            _check_parameters(name, each)
     tokens = next(atom.axes for atom in parse(layout["tokens"][0]).atoms if atom.name == "S")
     if split := [axis for axis in tokens if mesh[axis] > 1]:
+        axis, this = split[0], "" if reads else "prefill_layout=this one, and "
         raise ValueError(
-            f"build(layout=...): {layout.name} splits tokens over {'/'.join(split)}={mesh[split[0]]}, and a step of "
-            f"decode has one\n    fix: a mesh of tp, and dp for rows, without {'/'.join(split)}"
+            f"build(layout=...): {layout.name} splits tokens over {'/'.join(split)}={mesh[axis]}, and a step of decode "
+            f'has one\n    fix: {this}layout=... with rows over these ranks, dp="{axis}", or heads, tp="{axis}"'
         )
-    rows = [axis for atom in parse(layout["tokens"][0]).atoms if atom.name == "B" for axis in atom.axes]
+    # Ranks that share the tokens of prompts may have no row to decode; others would do nothing at all.
+    rows = [axis for atom in parse((reads or layout)["tokens"][0]).atoms if atom.name == "B" for axis in atom.axes]
     ranks = len(mesh.ranks(tuple(axis for axis in rows if axis in dict(mesh.axes)), mesh.rank))
-    if batch < ranks:
+    if sizes.batch < ranks:
         raise ValueError(
-            f"build(batch={batch}): fewer rows than the {ranks} ranks of {'/'.join(rows)}\n    fix: batch={ranks}"
+            f"build(batch={sizes.batch}): fewer rows than the {ranks} ranks of {'/'.join(rows)}\n    fix: batch={ranks}"
         )
-    model = sh.shard(F.backbone, layout, mesh, S=1)
-    model.in_specs({"params": F.Decoder.abstract(cfg), "cfg": cfg})
+    for each, chunk in ((layout, 1), (reads, sizes.chunk)):
+        if each is not None:
+            model = sh.shard(F.backbone, each, mesh, S=chunk)
+            model.in_specs({"params": F.Decoder.abstract(cfg), "cfg": cfg})
+
+
+def _check_parameters(name: str, layout: sh.Layout) -> None:
+    if parts := [axis for edge, chain in layout.chains if edge == "parameters" for axis in parse(chain[0]).axes]:
+        raise ValueError(
+            f"build({name}=...): {layout.name} keeps parameters in parts over {'/'.join(parts)}, which every step "
+            "would gather\n    fix: the layout without parameters=..."
+        )
+
+
+def _of_one_token(spec: Spec) -> str:
+    """The spec with tokens whole."""
+
+    def whole(atom: Atom) -> Atom:
+        return dataclasses.replace(atom, axes=(), zigzag=False) if atom.name == "S" else atom
+
+    return str(Spec(tuple(tuple(map(whole, dim)) for dim in spec.dims), spec.partial))
 
 
 def _digest(value: Any) -> int:

@@ -35,6 +35,10 @@ CASES = [
     ("kimi", sh.beside(sh.mla_latent(), sh.gdn_scan("u")), {"u": 4}),
     ("kimi", sh.beside(sh.mla_latent(tp="tp"), sh.gdn_scan("u", tp="tp")), {"tp": 2, "u": 2}),
     ("kimi", sh.beside(sh.mla_latent(overlap=True), sh.gdn_ulysses(overlap=True)), {"u": 4}),
+    ("few", sh.beside(sh.all_gather(), sh.gdn_scan("g")), {"g": 3}),
+    ("qwen", sh.beside(sh.hybrid(tp="tp"), sh.gdn_scan("g", "u", tp="tp")), {"g": 2, "u": 2, "tp": 2}),
+    ("kimi", sh.beside(sh.mla_gather(tp="tp"), sh.gdn_scan("g", tp="tp")), {"tp": 2, "g": 2}),
+    ("kimi", sh.beside(sh.mla_latent("u", "g"), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
 ]
 B, SLOTS = 2, 16
 
@@ -192,10 +196,8 @@ def test_layouts_that_keep_no_cache():
     said = [
         refused(layout, axes, kind, None)
         for kind, layout, axes in (
-            ("qwen", sh.beside(sh.all_gather(), sh.gdn_scan("g")), {"g": 2}),
-            ("qwen", sh.beside(sh.hybrid(), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
-            ("kimi", sh.beside(sh.mla_latent("u", "g"), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
-            ("kimi", sh.beside(sh.mla_gather(), sh.gdn_scan("g")), {"g": 2}),
+            ("qwen", sh.beside(sh.all_gather(exchange="needed"), sh.gdn_scan("g")), {"g": 2}),
+            ("kimi", sh.beside(sh.mla_gather(exchange="needed"), sh.gdn_scan("g")), {"g": 2}),
             ("kimi", sh.beside(sh.mla_packed(), sh.gdn_ulysses()), {"u": 2}),
         )
     ]
@@ -333,7 +335,7 @@ def test_what_a_cache_adds_to_a_plan():
 def test_plans_of_caches_that_cannot_be():
     sizes, said = {"B": 2, "S": 97, "H": 8, "K": 4, "E": 16, "cache": 128}, []
     for layout, mesh, more in (
-        (sh.all_gather(), sh.Mesh(g=2), {}),
+        (sh.all_gather(exchange="needed"), sh.Mesh(g=2), {}),
         (sh.ulysses(), sh.Mesh(u=2), {"cu_seqlens": [0, 40, 97]}),
         (sh.ulysses(), sh.Mesh(u=2), {"cache": 0}),
     ):
