@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class Handover:
 
     def state(self, read: State, into: State, lengths: Sequence[int]) -> State:
         """The state that is decoded from."""
-        rows, mine, new = len(lengths), self.own(len(lengths)), {}
+        rows, mine, new = len(lengths), self.own(len(lengths)), dict[str, Any]()
         names = [name for name, _ in self._of_state.chains]
         wire = self._wire(self._of_state, {"J": rows, "Z": self._source.config.vocab_size})
         found = wire.receive(**{name: getattr(read, name)[:rows] for name in names})
@@ -104,6 +105,10 @@ def reads_others(source: Ranks, target: Ranks, params: F.Decoder) -> bool:
 def check_handover(source: Ranks, target: Ranks, sizes: Sizes, params: F.Decoder) -> None:
     """Raise `ValueError` and `SpecError` where what one layout reads cannot be handed over to the other. params: of the
     model that was given."""
+    try:
+        source.cache_specs(sizes)
+    except ValueError as error:
+        raise ValueError(f"build(prefill_layout=...): it must keep caches\n    {error}") from None
     turns = turns_of(source.config)
     rows = _axes(source.layout, "B"), _axes(target.layout, "B")
     mesh = source.mesh
@@ -161,14 +166,15 @@ def _alike(a: Spec, b: Spec, sizes: dict[str, int], mesh: sh.Mesh) -> tuple[Spec
     if by_head[0] != by_head[1]:
         plain = b if by_head[0] else a
         other = rules.by_query_head(plain)
-        if not _same(plain, other, sizes, mesh):
-            over = "/".join(axis for atom in plain.atoms if atom.name == "K" for axis in atom.axes)
+        if _same(plain, other, sizes, mesh):
+            a, b = (a, other) if by_head[0] else (other, b)
+        elif a.letters != b.letters:  # else by way of all heads
+            over = "/".join(axis for atom in plain.atoms if atom.name == "K" for axis in atom.axes if mesh[axis] > 1)
             raise sh.SpecError(
-                f"build(prefill_layout=...): one layout deals out H={sizes['H']} heads one by one, the other K="
-                f"{sizes['K']} key/value heads unevenly over {over}, and they do not meet",
-                str(plain), mesh=str(mesh), fix=f"a size of {over} that divides K={sizes['K']}",
+                f"build(prefill_layout=...): one layout deals out H={sizes['H']} heads of states one by one, the other "
+                f"K={sizes['K']} key heads unevenly over {over}, and they do not meet",
+                str(plain), mesh=str(mesh), fix=f"{over} that divides K={sizes['K']}, or gdn_scan for prompts",
             )  # fmt: skip
-        a, b = (a, other) if by_head[0] else (other, b)
     return (a, a) if _same(a, b, sizes, mesh) else (a, b)
 
 

@@ -125,7 +125,8 @@ def make_rank_plan(
             trace.clear()
             over, rows = Handover(dry_read, dry, sizes), dry_read.sizes(sizes).batch
             over.caches(packed(params_read, caches_read)[1], caches, [sizes.max_len] * rows)
-            over.state(*(_idle(each, each.sizes(sizes), dtype) for each in (dry_read, dry)), [sizes.max_len] * rows)
+            begun, state = (_idle(each, each.sizes(sizes), dtype) for each in (dry_read, dry))
+            over.state(begun, state, [sizes.max_len] * rows)
             phases["hand-over"] = tuple(trace)
     kept_read = sum(_bytes(leaf) for each in caches_read for leaf in tree.leaves(each))
     apart = sum(map(_bytes, tree.leaves(params_read))) if read is not model.params else 0

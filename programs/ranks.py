@@ -118,7 +118,8 @@ class Ranks:
     def choice(self) -> LayoutWire:
         """For the choice of one token a row, which ranks that have parts of a row's tokens make alike."""
         chains = {edge: [parse(text) for text in chain] for edge, chain in self.layout.chains}
-        edges = {edge: " -> ".join(map(_of_one_token, chains[edge])) for edge in ("logits", "shares") if edge in chains}
+        names: tuple[str, ...] = ("logits", "shares")
+        edges = {edge: " -> ".join(map(_of_one_token, chains[edge])) for edge in names if edge in chains}
         wire = LayoutWire.of(sh.Layout(self.layout.name, edges), self.mesh, {"S": 1}, device=self.device)
         return wire.layer(Z=self.config.vocab_size)
 
@@ -243,10 +244,11 @@ def check_ranks(
             _check_parameters(name, each)
     tokens = next(atom.axes for atom in parse(layout["tokens"][0]).atoms if atom.name == "S")
     if split := [axis for axis in tokens if mesh[axis] > 1]:
-        axis, this = split[0], "" if reads else "prefill_layout=this one, and "
+        axis, this = split[0], "" if reads else f"prefill_layout={layout.name}, and "
         raise ValueError(
             f"build(layout=...): {layout.name} splits tokens over {'/'.join(split)}={mesh[axis]}, and a step of decode "
-            f'has one\n    fix: {this}layout=... with rows over these ranks, dp="{axis}", or heads, tp="{axis}"'
+            f'has one\n    fix: {this}layout=... with rows over these ranks, dp="{axis}"; or call them tp in the mesh: '
+            'prefill_layout=... of "tp", layout=... with tp="tp"'
         )
     # Ranks that share the tokens of prompts may have no row to decode; others would do nothing at all.
     rows = [axis for atom in parse((reads or layout)["tokens"][0]).atoms if atom.name == "B" for axis in atom.axes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -70,15 +71,15 @@ def build(of, layout, at):
 
 @pytest.mark.parametrize(("layout", "axes", "parts"), CASES, ids=[f"{case[0].name} {case[1]}" for case in CASES])
 def test_tokens_are_those_of_one_rank(layout, axes, parts):
-    of = made(parts)
+    of, asked = made(parts), OPTIONS[: 2 if math.prod(axes.values()) > 4 else None]
     one = programs.build(of, compile=False, **SIZES)
 
     def body(at):
         program = build(of, layout, at)
-        return [program.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **o) for o in OPTIONS]
+        return [program.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **o) for o in asked]
 
     found = sh.Threads(sh.Mesh(**axes)).run(body)
-    for i, options in enumerate(OPTIONS):
+    for i, options in enumerate(asked):
         want = one.generate(PROMPTS, max_new_tokens=12, return_logprobs=True, **options)
         for of_rank in found:
             assert (of_rank[i].tokens, of_rank[i].seeds) == (want.tokens, want.seeds)
@@ -87,20 +88,21 @@ def test_tokens_are_those_of_one_rank(layout, axes, parts):
                 torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_rows_end_at_different_lengths_on_different_ranks():
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}], ids=str)
+def test_rows_end_at_different_lengths_on_different_ranks(axes):
     """A row that ends at once on one rank, while others go on past a check; scores of a rank's own rows."""
-    of = made(CASES[2][2])
-    one = programs.build(of, compile=False, **SIZES)
-    first = one.generate(PROMPTS, max_new_tokens=25).tokens
+    of, prompts, sizes = made(CASES[2][2]), [*PROMPTS, [5], [6, 7]], {**SIZES, "batch": 5}
+    one = programs.build(of, compile=False, **sizes)
+    first = one.generate(prompts, max_new_tokens=25).tokens
     ends = {"max_new_tokens": 25, "eos_token_id": [first[2][0]]}
-    want, scores = one.generate(PROMPTS, **ends), one.score(PROMPTS)
-    assert min(want.lengths) == 1
+    want, scores = one.generate(prompts, **ends), one.score(prompts)
+    assert min(want.lengths) == 1 < max(want.lengths)
 
     def body(at):
-        program = build(of, dense, at)
-        return program.generate(PROMPTS, **ends), program.score(PROMPTS), program.ranks.own(3)
+        program = programs.build(of, mesh=at, layout=dense, **sizes)
+        return program.generate(prompts, **ends), program.score(prompts), program.ranks.own(5)
 
-    for found, of_rank, own in sh.Threads(sh.Mesh(dp=2, tp=2)).run(body):
+    for found, of_rank, own in sh.Threads(sh.Mesh(**axes)).run(body):
         assert found.tokens == want.tokens
         torch.testing.assert_close(of_rank, scores[own], rtol=1e-9, atol=1e-9)
 
@@ -218,7 +220,7 @@ def test_what_no_program_runs_over():
         "\n".join(dict.fromkeys(found)),
         """\
 build(layout=...): ulysses("u", tp="tp") splits tokens over u=2, and a step of decode has one
-    fix: a mesh of tp, and dp for rows, without u
+    fix: prefill_layout=ulysses("u", tp="tp"), and layout=... with rows over these ranks, dp="u"; or call them tp in the mesh: prefill_layout=... of "tp", layout=... with tp="tp"
 build(layout=...): ulysses("u", tp="tp", dp="dp") spread(parameters="dp") keeps parameters in parts over dp, which every step would gather
     fix: the layout without parameters=...
 build(batch=1): fewer rows than the 2 ranks of dp

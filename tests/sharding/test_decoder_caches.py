@@ -204,14 +204,10 @@ def test_layouts_that_keep_no_cache():
     assert_expected_inline(
         "\n".join(said),
         """\
-decoder(cache=...) under a layout: layers[3].attention is of class Attention, and queries of all_gather("g") beside gdn_scan("g") stay split over g, so that a rank has no keys but those that they see
-    fix: ulysses("g"), or no cache
-decoder(cache=...) under a layout: layers[3].attention is of class Attention, and queries of hybrid(ulysses="u", gather="g") beside gdn_scan("g", "u") stay split over g, so that a rank has no keys but those that they see
-    fix: ulysses("u") on a mesh without g, or no cache
-decoder(cache=...) under a layout: layers[2].attention is of class MLA, and queries of mla_latent("u", "g") beside gdn_scan("g", "u") stay split over g, so that a rank has no keys but those that they see
-    fix: mla_latent("u") on a mesh without g, or no cache
-decoder(cache=...) under a layout: layers[2].attention is of class MLA, and queries of mla_gather("g") beside gdn_scan("g") stay split over g, so that a rank has no keys but those that they see
-    fix: mla_latent("g"), or no cache
+decoder(cache=...) under a layout: layers[3].attention is of class Attention, and all_gather("g", exchange="needed") beside gdn_scan("g") sends needed keys alone, so that a rank lacks some of the others
+    fix: exchange="all"
+decoder(cache=...) under a layout: layers[2].attention is of class MLA, and mla_gather("g", exchange="needed") beside gdn_scan("g") sends needed keys alone, so that a rank lacks some of the others
+    fix: exchange="all"
 decoder(cache=...) under a layout: layers[2].attention is of class MLA, and latents of mla_packed("u") beside gdn_ulysses("u") stay split over u, so that no rank has all of them
     fix: mla_latent("u"), or no cache""",
     )
@@ -345,8 +341,8 @@ def test_plans_of_caches_that_cannot_be():
     assert_expected_inline(
         "\n".join(said),
         """\
-plan(cache=128): queries of all_gather("g") stay split over g, so that a rank has no keys but those that they see
-    mesh: g=2     fix: ulysses("g"), or no cache
+plan(cache=128): all_gather("g", exchange="needed") sends needed keys alone, so that a rank lacks some of the others
+    mesh: g=2     fix: exchange="all"
 plan(cu_seqlens=...) with a cache
     fix: give each document a row of the cache
 plan(cache=0): how many slots it has, at least 1""",
