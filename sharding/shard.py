@@ -46,7 +46,7 @@ def shard(fn: Callable[..., Any], layout: Layout, mesh: Mesh, /, **sizes: int) -
     `B|1 S` (0 .. S-1, or within documents, unless given), segment_ids `B S`, mask (boolean, `S S` or `B|1 H|1 S S`)
     and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result. A
     cache comes in and goes out as the layer's edges `cache_...` lie, that of a decoder layer by layer: by heads where
-    keys or states are met by heads, else whole; where queries stay split there is none. With one, tokens of a gated
+    keys or states are met by heads, else whole; with exchange="needed" there is none. With one, tokens of a gated
     delta net go on from it unless positions are given; a decoder needs them.
 
     A core is told what a shard cannot know, as far as it takes it: q_positions, k_positions, segment_ids (both sides),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,3 +260,17 @@ build(prefill_layout=...): ulysses("tp") reads prompts with other parts of the w
 build(layout=...): mesh and layout go together
     fix: both, or neither for one rank""",
     )
+
+
+def test_the_readme():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = (c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "prefill_layout=" in c)
+    of = made(((HEADS, MLP),))
+    want = programs.build(of, batch=4, max_len=64, compile=False).generate(PROMPTS, max_new_tokens=4).tokens
+
+    def body(at):
+        names = {"sh": sh, "programs": programs, "model": of, "mesh": at}
+        exec(code, names)
+        return names["program"].generate(PROMPTS, max_new_tokens=4).tokens
+
+    assert sh.Threads(sh.Mesh(cp=2, tp=2)).run(body) == [want] * 4
