@@ -24,10 +24,11 @@ def convolved(edge: str, edges: Container[str]) -> bool:
 
 
 def split_by(edges: Sequence[tuple[str, tuple[str, ...]]], letter: str) -> tuple[str, ...]:
-    """The axes that split a letter where arguments come in: so do parameters lie. Caches, and the output of heads, are
-    as heads lie within a layer."""
+    """The axes that split a letter where arguments come in: so do parameters lie. Caches, the output of heads and what
+    is made of latents lie as heads do within a layer."""
     names = {edge: edge.rsplit(".", 1)[-1] for edge, _ in edges}
-    first = [parse(chain[0]) for edge, chain in edges if names[edge] != "o" and not names[edge].startswith("cache_")]
+    outside = [each for each in edges if names[each[0]] not in ("o", "kv") and not names[each[0]].startswith("cache_")]
+    first = [parse(chain[0]) for _, chain in outside]
     atoms = [atom for spec in first for atom in spec.atoms if atom.name == letter]
     return max((atom.axes for atom in atoms), key=len, default=())
 

@@ -37,6 +37,9 @@ CASES = {
     "latents": (
         sh.mla_latent("cp", **tp), sh.mla_latent("g", **rows), {"cp": 2, "tp": 2}, ((LATENT, MLP), (FIVE, MOE))
     ),
+    "latents of both": (
+        sh.mla_latent("tp", "g"), sh.mla_latent(tp="tp", dp="g"), {"g": 2, "tp": 2}, ((LATENT, MLP),)
+    ),
     "latents of all": (
         sh.mla_gather("tp"), sh.mla_latent(**tp), {"tp": 3}, ((dataclasses.replace(FIVE, window=5), MLP),)
     ),
