@@ -39,8 +39,13 @@ def specs(params: tree.Tree, cfg: Any, layers: Iterable[Kept], layout: Layout, a
 
 
 def _dealt(layer: Kept, layout: Layout, axes: Axes) -> bool:
+    """Whether rows of a layer's weights are dealt out by query head. Where key/value heads divide over the ranks that
+    have parts of the weights, it is the same by these."""
     sizes = getattr(layer.cfg, "sizes", {})
-    return "H" in sizes and rules.dealt(layout.name, layer.chains, axes, (sizes["H"], sizes.get("K", sizes["H"])))
+    if "H" not in sizes:
+        return False
+    keys, ranks = sizes.get("K", sizes["H"]), math.prod(size_of(axes, axis) for axis in layout.split("K"))
+    return keys % ranks != 0 and rules.dealt(layout.name, layer.chains, axes, (sizes["H"], keys))
 
 
 def _check_rows(path: str, spec: Spec, sizes: Mapping[str, int], layout: Layout, axes: Axes) -> None:
