@@ -28,7 +28,7 @@ from .norm import HeadNorm, Norm, NormConfig, apply_norm, linear, norm_in_front,
 from .rope import RopeConfig, apply_rope, rope_tables
 from .shapes import ShapeError, check_positions, check_positive, check_scale, check_shapes
 from .tree import Tree, check_presence, dim, pytree
-from .wire import Wire, edges, identity
+from .wire import Wire, check_heads, edges, identity
 
 __all__ = ["Attention", "AttentionConfig", "attention"]
 
@@ -202,11 +202,6 @@ def attention(
         o=(params.o, "D (H V)"),
     )
     check_positions("attention", positions)
-    if sizes["H"] * cfg.num_key_value_heads != sizes["K"] * cfg.num_attention_heads:
-        raise ShapeError(
-            f"attention: the weights have {sizes['H']} query and {sizes['K']} key/value heads, the config "
-            f"{cfg.num_attention_heads} and {cfg.num_key_value_heads}"
-        )
     if cache is not None and cache.k.dtype != x.dtype:
         raise TypeError(f"attention(cache=...): its dtype is {cache.k.dtype}, that of x {x.dtype}")
     if cache is not None and segment_ids is not None:
@@ -217,6 +212,7 @@ def attention(
             f"have {sizes['H']} of them\n    fix: replicate the query and key projections over the ranks"
         )
     wire = wire.layer(H=cfg.num_attention_heads, K=cfg.num_key_value_heads, causal=cfg.causal, window=cfg.window)
+    check_heads("attention", ("query", "key/value"), sizes, cfg.sizes, wire.heads(sent=True))
     heads = wire.heads()
     if cache is not None:
         local = {"K": sizes["K"] if heads.groups is None else heads.groups}

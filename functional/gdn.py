@@ -32,7 +32,7 @@ from .norm import apply_norm, gated_rms_norm, linear, norm_in_front, norm_linear
 from .recurrence import gated_delta_rule, short_conv
 from .rows import check_together, tokens_of, zero_absent
 from .tree import check_presence
-from .wire import Wire, edges, identity
+from .wire import Wire, check_heads, edges, identity
 
 __all__ = ["GDN", "GDNConfig", "Projected", "gdn", "gdn_output", "gdn_project"]
 
@@ -105,8 +105,9 @@ def gdn(
     """
     check_presence("gdn", params, cfg, GDN)
     params = wire.gather(params, D=cfg.hidden_size)
-    check(params, x, cfg, positions, segment_ids, cache)
+    own = check(params, x, cfg, positions, segment_ids, cache)
     wire = wire.layer(H=cfg.num_value_heads, K=cfg.num_key_heads, W=cfg.conv_kernel_dim)
+    check_heads("gdn", ("value", "key"), own, cfg.sizes, wire.heads(sent=True, of="v"))
     heads = wire.heads(of="v")
     if cache is not None:
         check_cache(params, x, cfg, cache, heads)

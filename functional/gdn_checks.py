@@ -18,15 +18,16 @@ __all__ = ["check", "check_cache"]
 
 def check(
     params: GDN, x: Tensor, cfg: GDNConfig, positions: Tensor | None, segment_ids: Tensor | None, cache: GDNCache | None
-) -> None:
-    """Raise for arguments of `gdn` that do not fit each other. Heads are the rank's own, as its weights have them."""
+) -> dict[str, int]:
+    """Raise for arguments of `gdn` that do not fit each other -> the sizes of letters. Heads are the rank's own, as its
+    weights have them."""
     if cache is not None and not isinstance(cache, GDNCache):
         raise TypeError(
             f"gdn(cache=...): a GDNCache is needed, not {type(cache).__name__}, of another kind of layer\n"
             "    fix: empty_caches(configs, ...) makes one a layer"
         )
     widths = {letter: n for letter, n in cfg.sizes.items() if letter not in "HK"}
-    check_shapes(
+    sizes = check_shapes(
         "gdn",
         widths,
         x=(x, "B S D"),
@@ -36,25 +37,26 @@ def check(
         ba=(params.ba, "(K J) D"),
         q=(params.q, "(K E) D"),
         k=(params.k, "(K E) D"),
-        v=(params.v, "(K G V) D"),
-        z=(params.z, "(K G V) D"),
+        v=(params.v, "(H V) D"),
+        z=(params.z, "(H V) D"),
         z_down=(params.z_down, "L D"),
-        z_up=(params.z_up, "(K G V) L"),
-        b=(params.b, "(K G) D"),
-        a=(params.a, "(K G Y) D"),
+        z_up=(params.z_up, "(H V) L"),
+        b=(params.b, "H D"),
+        a=(params.a, "(H Y) D"),
         a_down=(params.a_down, "Q D"),
-        a_up=(params.a_up, "(K G Y) Q"),
-        a_log=(params.a_log, "(K G)"),
-        dt_bias=(params.dt_bias, "(K G Y)"),
+        a_up=(params.a_up, "(H Y) Q"),
+        a_log=(params.a_log, "H"),
+        dt_bias=(params.dt_bias, "(H Y)"),
         q_conv=(params.q_conv, "(K E) I W"),
         k_conv=(params.k_conv, "(K E) I W"),
-        v_conv=(params.v_conv, "(K G V) I W"),
+        v_conv=(params.v_conv, "(H V) I W"),
         o_norm=(params.o_norm, "V"),
-        o=(params.o, "D (K G V)"),
+        o=(params.o, "D (H V)"),
     )
     check_positions("gdn", positions)
     if cache is not None and segment_ids is not None:
         raise ValueError("gdn: segment_ids with a cache\n    fix: give each document a row of the cache")
+    return sizes
 
 
 def check_cache(params: GDN, x: Tensor, cfg: GDNConfig, cache: GDNCache, local: Heads) -> None:

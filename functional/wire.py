@@ -15,8 +15,20 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from .norm import linear
+from .shapes import ShapeError
 
-__all__ = ["Heads", "Identity", "Own", "Wire", "choices_of", "edges", "edges_of", "identity", "optional_of"]
+__all__ = [
+    "Heads",
+    "Identity",
+    "Own",
+    "Wire",
+    "check_heads",
+    "choices_of",
+    "edges",
+    "edges_of",
+    "identity",
+    "optional_of",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C")
@@ -34,6 +46,24 @@ class Heads(NamedTuple):
     local: int | None = None
     kv_index: Tensor | None = None
     groups: int | None = None
+
+
+def check_heads(
+    function: str, names: tuple[str, str], own: Mapping[str, int], whole: Mapping[str, int], local: Heads
+) -> None:
+    """Raise `ShapeError` for weights of other heads than a rank has: those that a layout says, or else some that are
+    grouped as the config's. names: of the heads H and K. own, whole: how many there are, in the weights and in the
+    config. local: of a rank's weights."""
+    if local.local is None or local.groups is None:
+        wanted, fits = "the config", own["H"] * whole["K"] == own["K"] * whole["H"]
+    else:
+        wanted = f"this rank {local.local} and {local.groups} of the config's"
+        fits = (own["H"], own["K"]) == (local.local, local.groups)
+    if not fits:
+        raise ShapeError(
+            f"{function}: the weights have {own['H']} {names[0]} and {own['K']} {names[1]} heads, {wanted} "
+            f"{whole['H']} and {whole['K']}"
+        )
 
 
 class Own(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from .. import kernels_cuda
 from ..sharding import Layout, Mesh
 from . import dynamo
 from .agreement import Agreement
+from .handover import check_handover
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model, check_model
@@ -41,6 +41,7 @@ def build(
     kernels: Sequence[Kernel] = (),
     mesh: Mesh | None = None,
     layout: Layout | None = None,
+    prefill_layout: Layout | None = None,
 ) -> Program:
     """Trace, lower and compile prefill and decode of a model, which then never compile again.
 
@@ -55,10 +56,12 @@ def build(
     part, see `RankProgram`. batch is of all ranks. What one of them is told otherwise, or holds otherwise, raises on
     all. model: the whole one, of which a rank reads its shards where they lie, or one whose params are this rank's
     (`load_shards`). Ranks compile each in its own time, and then meet.
+    prefill_layout: by which prompts are read, where it is another: with their tokens split over ranks. The caches are
+    then handed over to `layout` once, behind the prompts. Such a program runs eagerly.
     """
-    if mesh is not None or layout is not None:
-        sizes_given = {"batch": batch, "max_len": max_len, "chunk": chunk}
-        return _build_rank(model, mesh, layout, sizes_given, dtype, device, kernels, strict, compile)
+    if any(each is not None for each in (mesh, layout, prefill_layout)):
+        sizes_given, layouts = {"batch": batch, "max_len": max_len, "chunk": chunk}, (layout, prefill_layout)
+        return _build_rank(model, mesh, layouts, sizes_given, dtype, device, kernels, strict, compile)
     check_model("build", model)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     if model.device.type == "meta":
@@ -109,7 +112,7 @@ def plan(
 def _build_rank(
     model: Model,
     mesh: Mesh | None,
-    layout: Layout | None,
+    layouts: tuple[Layout | None, Layout | None],
     sizes: dict[str, int],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
@@ -117,11 +120,13 @@ def _build_rank(
     strict: bool,
     compile: bool | None,
 ) -> RankProgram:
-    """`build` of one rank among several. Raises on every rank where one is told what others are not, or what is
-    refused, before anything is allocated."""
-    agreement = Agreement(check_mesh(mesh, layout), _reachable(device, model))
+    """`build` of one rank among several. layouts: of decode and of prompts. Raises on every rank where one is told what
+    others are not, or what is refused, before anything is allocated."""
+    agreement, reads = Agreement(check_mesh(mesh, layouts[0]), _reachable(device, model)), layouts[1]
     try:
-        layout = check_layout(agreement.mesh, layout)
+        layout = check_layout(agreement.mesh, layouts[0])
+        if reads is not None:
+            check_layout(agreement.mesh, reads, "prefill_layout")
         check_model("build", model)
         if model.device.type == "meta":
             raise ValueError(
@@ -129,21 +134,26 @@ def _build_rank(
             )
         place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes(**sizes)
         _check_place(place, kind)
-        check_ranks(model.config, agreement.mesh, layout, read.batch)
+        check_ranks(model.config, agreement.mesh, layout, read, reads)
         ranks = Ranks(model.config, agreement.mesh, layout, place)
-        why_eager = _why_eager(compile, place, read, of_ranks(ranks))
+        if reads is not None:
+            check_handover(Ranks(model.config, agreement.mesh, reads, place), ranks, read, model.params)
+        why_eager = _why_eager(compile, place, read, of_ranks(ranks, reads))
         _check_graphs(kernels, strict, why_eager)
         names = [kernel.name for kernel in with_table(Target(place.type, kind), kernels)]
-        mine = ranks.params(model.params)
+        ranks.params(model.params)  # raises for what are none
     except Exception:
         agreement.refuse("build")
         raise
     told = {"device": place.type, "model.config": model.config, "mesh": agreement.mesh.axes}
-    told |= {"layout": layout.name, "layout.chains": (layout.chains, layout.overlap)}
+    for name, each in (("layout", layout), ("prefill_layout", reads)):
+        told |= {} if each is None else {name: each.name, f"{name}.chains": (each.chains, each.overlap)}
     told |= {"compile": why_eager is None, "strict": strict, "kernels": names}
     agreement.check("build", {**sizes, "dtype": kind, **told})
-    model, at = dataclasses.replace(model, params=mine), agreement.mesh
-    program = RankProgram(model, read, place, kind, tuple(kernels), strict, why_eager, mesh=at, layout=layout)
+    program = RankProgram(
+        model, read, place, kind, tuple(kernels), strict, why_eager,
+        mesh=agreement.mesh, layout=layout, prefill_layout=reads,
+    )  # fmt: skip
     try:
         program.warm_up()
     except Exception:

@@ -23,7 +23,7 @@ from .kernel import Kernel
 from .lower import with_table
 from .model import Model
 from .phase import Phase
-from .prompts import Prompts, cut, end_tokens, read_prompts
+from .prompts import Prompts, cut, end_tokens, filler, lengths, read_prompts
 from .replay import replay_of
 from .report import PhasePlan, Plan, make_plan
 from .sampling import SamplingOptions
@@ -55,6 +55,7 @@ class Program(Held):
     ) -> None:
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.batch = sizes.batch  # rows of all ranks
+        self._rows = self._rows_read = sizes.batch  # of a call of decode, and of one that reads prompts
         self.device, self.dtype = device, dtype
         self.target = target_of(device, dtype)
         self.kernels = with_table(self.target, kernels) if compiled else ()
@@ -179,19 +180,15 @@ class Program(Held):
             batch=self.batch,
             max_len=self.sizes.max_len,
             max_new_tokens=max_new_tokens,
-            pad_token_id=self._filler(pad_token_id, ends),
+            pad_token_id=filler(pad_token_id, self.model.pad_token_id, ends),
             padding=None if padding in (self.model.eos_token_id if ends is None else ends) else padding,
         )
-
-    def _filler(self, pad_token_id: int | None, ends: Sequence[int] | None) -> int:
-        """The token that fills a rectangle: the call's, the model's, or one that ends rows."""
-        return next((p for p in (pad_token_id, self.model.pad_token_id, *(ends or ())) if p is not None), 0)
 
     def _chunks(
         self, rows: list[list[int]], most: int = 0
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
         """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
-        for tokens, positions, last in cut(rows, self.sizes.batch, self.sizes.chunk, most):
+        for tokens, positions, last in cut(rows, self._rows_read, self.sizes.chunk, most):
             wanted = max(map(max, positions)) + 1
             t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
             yield t, p, ends, self._read(wanted)
@@ -199,10 +196,6 @@ class Program(Held):
     def _eos(self, stop: Sequence[int]) -> Tensor:
         """`EOS_LIMIT`, whatever the number of end tokens, which is no part of a graph."""
         return torch.tensor([*stop, *[-1] * (EOS_LIMIT - len(stop))], device=self.device)
-
-    def _lengths(self, rows: list[list[int]]) -> Tensor:
-        """`B`, the tokens of each row, 0 where there is no row."""
-        return torch.tensor([*map(len, rows), *[0] * (self.sizes.batch - len(rows))], device=self.device)
 
     def _start(self) -> State:
         """A new session: what the cache holds for an older state is gone, and no row is active."""
@@ -212,9 +205,9 @@ class Program(Held):
     def _run_prefill(
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
     ) -> State:
-        """The state with the rows that are not empty read into the cache, and their first new token. most: tokens of
-        the longest row on any rank."""
-        length = self._lengths(rows)
+        """The state with the rows that are not empty read into the cache, and their first new token. rows: as
+        `_own_read` gives them. most: tokens of the longest row on any rank."""
+        length = lengths(rows, self._rows_read, self.device)
         for tokens, positions, last, read in self._chunks(rows, most):
             state = self.prefill.step(*inputs, state, tokens, positions, last, length, eos, read)
         return state
@@ -310,8 +303,8 @@ class Program(Held):
                 streamer.put(read.input_ids)
             if self._captured is not None and choose.needed:
                 choose.fill(self._captured.choice)
-            state = self._run_prefill(inputs, self._start(), rows, eos, most)
-            state = choose(state, self._lengths(rows) - 1, eos)
+            state = self._run_prefill(inputs, self._start(), self._own_read(read.rows), eos, most)
+            state = choose(state, lengths(rows, self._rows, self.device) - 1, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
                 step,
@@ -332,7 +325,7 @@ class Program(Held):
             logprobs,
             texts=asked.texts,
             eos_token_id=asked.ends,
-            pad_token_id=self._filler(pad_token_id, asked.ends),
+            pad_token_id=filler(pad_token_id, self.model.pad_token_id, asked.ends),
             return_logprobs=return_logprobs,
             seeds=choose.seeds,
             tokenizer=self.model.tokenizer,
@@ -370,6 +363,14 @@ class Program(Held):
         """The rows that are computed here."""
         return rows
 
+    def _own_read(self, rows: list[list[int]]) -> list[list[int]]:
+        """The rows whose prompts are read here."""
+        return rows
+
+    def _inputs_read(self) -> tuple[Any, Any]:
+        """Parameters and caches as prompts are read with."""
+        return self._inputs()
+
     def _anywhere(self, live: bool) -> bool:
         """Whether some row still goes on, here or on another rank."""
         return live
@@ -387,10 +388,10 @@ class Program(Held):
         with self._alone():
             self._ready(self._score)
             self._session += 1
-            inputs = self._inputs()
+            inputs = self._inputs_read()
             parts = []
             targets = [[*row[1:], 0] for row in read.rows]
-            length = self._lengths(read.rows)
+            length = lengths(read.rows, self._rows_read, self.device)
             for (tokens, positions, _, slots), (wanted, *_) in zip(
                 self._chunks(read.rows), self._chunks(targets), strict=True
             ):

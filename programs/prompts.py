@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .sizes import EOS_LIMIT
 
-__all__ = ["Prompts", "cut", "end_tokens", "read_prompts", "repeated"]
+__all__ = ["Prompts", "cut", "end_tokens", "filler", "read_prompts", "repeated"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,11 @@ def cut(
         yield tokens, positions, [len(part) - 1 if end else -1 for part, end in zip(parts, ends, strict=True)]
 
 
+def lengths(rows: list[list[int]], most: int, device: torch.device) -> Tensor:
+    """`most`, the tokens of each row, 0 where there is no row."""
+    return torch.tensor([*map(len, rows), *[0] * (most - len(rows))], device=device)
+
+
 def _from_lists(prompts: Any, tokenizer: Any) -> list[list[int]]:
     if isinstance(prompts, str):
         prompts = [prompts]
@@ -179,6 +184,11 @@ def _check(rows: list[list[int]], vocab_size: int, batch: int, max_len: int, max
             new = f" and max_new_tokens={max_new_tokens}" if max_new_tokens else ""
             need = len(row) + max_new_tokens
             raise ValueError(f"prompts[{i}]: {len(row)} tokens{new} exceed max_len={max_len}\n    fix: max_len={need}")
+
+
+def filler(asked: int | None, of_model: int | None, ends: Sequence[int] | None) -> int:
+    """The token that fills a rectangle: the call's, the model's, or one that ends rows."""
+    return next((p for p in (asked, of_model, *(ends or ())) if p is not None), 0)
 
 
 def end_tokens(value: Any) -> tuple[int, ...]:

@@ -6,18 +6,22 @@ compiled, their graphs are read. So a plan cannot differ from what runs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from .. import functional as F
 from ..functional import tree
 from ..sharding import Event, Mesh, Trace
 from ..sharding.classes import Dry
 from ..sharding.opaque import Port
 from .agreement import COLUMNS
 from .copies import Copies
+from .handover import Handover, all_held
 from .kernel import Kernel
 from .model import Model, count_text
 from .pair_sums import PairSums
@@ -37,7 +41,8 @@ class RankPlan:
     are read when these are compared. phases: what a call of each sends, as a trace has it, by name, with the agreement
     before it, which `generate` has once; none where experts are dealt out, of which only the router says who sends
     what. why_eager: None where steps are compiled; then `steps` has a plan of each, node by node, which is traced when
-    it is asked for."""
+    it is asked for. reading: where prompts are read by a layout of their own, what is said of it: its name, bytes of
+    weights and of caches; "hand-over" is then a phase, once for prompts of max_len tokens."""
 
     model: str
     mesh: str
@@ -60,6 +65,8 @@ class RankPlan:
     def steps(self) -> Mapping[str, PhasePlan]:
         return self.trace() if self.why_eager is None else {}
 
+    reading: tuple[str, int, int] | None = None
+
     def bytes(self, phase: str) -> tuple[int, int]:
         """That a call of a phase sends and receives."""
         events = self.phases[phase]
@@ -72,6 +79,7 @@ class RankPlan:
             f"  layout   {self.layout}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank",
             f"  cache    {size_text(self.cache)} on this rank, {self.cache_text}",
+            *self._reading_lines(),
             "  runs     " + ("compiled, one graph a step" if self.why_eager is None else f"eagerly: {self.why_eager}"),
             f"  agrees   once a call; on {size_text(self.shared)} of weights, which other ranks hold too, when these "
             "may have changed",
@@ -107,38 +115,64 @@ class RankPlan:
                 lines += [*(f"  {note}" for note in step.notes), *step.lines()]
         return "\n".join(lines)
 
+    def _reading_lines(self) -> list[str]:
+        if self.reading is None:
+            return []
+        layout, weights, cache = self.reading
+        others = f"with {size_text(weights)} of weights, parts of the model that was given" if weights else ""
+        return [
+            f"  prompts  {layout}",
+            f"           {others or 'with the same weights'}; caches of {size_text(cache)} more while they are read",
+        ]
+
     __repr__ = __str__
 
 
 def make_rank_plan(
     model: Model,
-    ranks: Ranks,
+    by: tuple[tuple[Ranks, F.Decoder], tuple[Ranks, F.Decoder]],
     sizes: Sizes,
     target: Target,
     kernels: Sequence[Kernel],
     why_eager: str | None,
     sums: PairSums,
 ) -> RankPlan:
-    """model: the rank's own. sizes: of all ranks."""
+    """model: the rank's own. by: what a rank decodes by, and with which parameters; and what prompts are read by, which
+    may be the same. sizes: of all ranks."""
+    (ranks, params), (reading, params_read) = by
+    apart = params_read is not params
+    held = Copies(*all_held(*by), ranks.agreement).bytes
     axes, rank, dtype = ranks.mesh.axes, ranks.mesh.rank, target.dtype
     transport = sums.dry(Dry(axes, rank))
     trace = Trace(Mesh(**dict(axes)).at(rank, transport))
-    dry, own = Ranks(ranks.given, trace.mesh, ranks.layout, torch.device("meta")), ranks.sizes(sizes)
-    params, _ = abstract_params(model, target)
-    caches = dry.caches(sizes, dtype)
-    inputs = {name: dry.idle(own.idle(name, model.config, dtype, "meta"), dtype) for name in ("prefill", "decode")}
-    eager = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
-    phases, summed_by = {}, {}
-    for name in inputs if not ranks.deals else ():
+    dry, dry_read = (Ranks(each.config, trace.mesh, each.layout, torch.device("meta")) for each in (ranks, reading))
+    params, params_read = (
+        abstract_params(dataclasses.replace(model, params=each), target)[0] for each in (params, params_read)
+    )
+    caches, caches_read = dry.caches(sizes, dtype), dry_read.caches(sizes, dtype)
+    used = {"prefill": (dry_read, params_read, caches_read), "decode": (dry, params, caches)}
+    inputs = {
+        name: each.idle(each.sizes(sizes).idle(name, model.config, dtype, "meta"), dtype)
+        for name, (each, _, _) in used.items()
+    }
+    phases: dict[str, tuple[Event, ...]] = {}
+    summed_by: dict[str, tuple[str, ...]] = {}
+    for name, (each, weights, kept) in used.items() if not ranks.deals else ():
         trace.clear()
+        steps = make_steps(model.config, each.seam(tree.structure(weights), tree.structure(kept)))
         with torch.no_grad():
             dry.agreement.exchange([0] * COLUMNS)
-            eager[name](*packed(params, caches), *inputs[name])
-        phases[name] = tuple(trace)
-        summed_by[name] = transport.taken()
+            steps[name](*packed(weights, kept), *inputs[name])
+        phases[name], summed_by[name] = tuple(trace), transport.taken()
+    if reading is not ranks and not ranks.deals:
+        trace.clear()
+        over, rows = Handover(dry_read, dry, sizes), dry_read.sizes(sizes).batch
+        over.caches(packed(params_read, caches_read)[1], caches, [sizes.max_len] * rows)
+        over.state(dry_read.state(rows, dtype), dry.state(dry.sizes(sizes).batch, dtype), [sizes.max_len] * rows)
+        phases["hand-over"], summed_by["hand-over"] = tuple(trace), transport.taken()
 
     def traced() -> dict[str, PhasePlan]:
-        port = Port(trace.mesh)
+        port, own = Port(trace.mesh), ranks.sizes(sizes)
         compiled = make_steps(model.config, compiled_seam(dry, port.mesh, own.chunk))
         found = {
             name: phase_plan(name, compiled[name], params, caches, given, own, target, kernels)
@@ -147,7 +181,11 @@ def make_rank_plan(
         port.close()
         return found
 
-    leaves = tree.leaves(params)
+    def bytes_of(of: Any) -> int:
+        return sum(leaf.numel() * leaf.itemsize for leaf in tree.leaves(of))
+
+    others = bytes_of(params_read) if apart else 0
+    read = None if reading is ranks else (reading.layout.name, others, bytes_of(caches_read))
     return RankPlan(
         model=model.name,
         mesh=str(ranks.mesh),
@@ -159,14 +197,15 @@ def make_rank_plan(
             f"max_len {sizes.max_len}",
             f"chunk {sizes.chunk}",
         ),
-        num_parameters=sum(leaf.numel() for leaf in leaves),
-        weights=sum(leaf.numel() * leaf.itemsize for leaf in leaves),
-        cache=sum(leaf.numel() * leaf.itemsize for each in caches for leaf in tree.leaves(each)),
+        num_parameters=sum(leaf.numel() for leaf in tree.leaves(params)),
+        weights=bytes_of(params),
+        cache=bytes_of(caches),
         cache_text=cache_text(caches),
-        shared=Copies(ranks.lies(params), tree.paths(params), ranks.agreement).bytes,
+        shared=held,
         phases=phases,
         sums=str(sums) if sums.summed else None,
         summed_by=summed_by,
         why_eager=why_eager,
         trace=traced,
+        reading=read,
     )

@@ -37,6 +37,7 @@ from .asked import Asked, read_asked
 from .chooser import Chooser
 from .copies import COMPARE, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
+from .handover import Handover, all_held, reads_others
 from .kernel import Kernel
 from .model import Model
 from .pair_sums import PairSums
@@ -49,14 +50,16 @@ from .ranks import Ranks
 from .report import PhasePlan
 from .sampling import row_seeds
 from .sizes import Sizes
-from .steps import State, make_steps
+from .steps import State, make_steps, packed
+from .weights import Weights
 
 __all__ = ["RankProgram"]
 
 
 class RankProgram(Program):
     """A rank's own. params: its shards; may be set to others, or to a whole model's. why_eager: None where it is
-    compiled."""
+    compiled. prefill_layout: by which prompts are read, `layout` unless given; caches are then handed over to it.
+    """
 
     def __init__(
         self,
@@ -70,17 +73,25 @@ class RankProgram(Program):
         *,
         mesh: Mesh,
         layout: Layout,
+        prefill_layout: Layout | None = None,
     ) -> None:
         self.sums = PairSums(mesh, layout, device, dtype)
         mesh = self.sums.mesh
-        self.ranks = Ranks(model.config, mesh, layout, device)
+        self.ranks = self.reading = Ranks(model.config, mesh, layout, device)
+        if prefill_layout is not None:
+            self.reading = Ranks(model.config, mesh, prefill_layout, device)
         self.why_eager, self._all, self._at = why_eager, sizes, "build"
-        own = dataclasses.replace(model, config=self.ranks.config, params=self.ranks.params(model.params))
-        self._copies = Copies(self.ranks.lies(own.params), tree.paths(own.params), self.ranks.agreement)
+        own = dataclasses.replace(model, params=self.ranks.params(model.params))
+        read = own.params
+        if self.reading is not self.ranks and reads_others(self.reading, self.ranks, model.params):
+            read = self.reading.params(model.params)
+        self._copies = Copies(*all_held((self.ranks, own.params), (self.reading, read)), self.ranks.agreement)
         self._copies.compare("build")
         self._port = Port(mesh) if why_eager is None else None
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, kernels, strict, why_eager is None)
-        self.batch = sizes.batch
+        self.batch, self._rows_read = sizes.batch, self.reading.sizes(sizes).batch
+        self._weights_read = self._weights if read is own.params else Weights(read, device, dtype)
+        self._over = None if self.reading is self.ranks else Handover(self.reading, self.ranks, sizes)
 
     @property
     def params(self) -> F.Decoder:
@@ -90,8 +101,12 @@ class RankProgram(Program):
     def params(self, new: F.Decoder) -> None:
         """To be set on every rank; the next call sees where it was not, and compares what several ranks hold."""
         mine = self.ranks.params(new)
+        read = mine if self._weights_read is self._weights else self.reading.params(new)  # raises before any is set
         Program.params.fset(self, mine)  # type: ignore[attr-defined]
-        self._copies.read(tree.paths(mine), flags=COMPARE | REPLACED)
+        if read is not mine:
+            self._weights_read.replace(read)
+        _, leaves = all_held((self.ranks, mine), (self.reading, read))
+        self._copies.read(leaves, flags=COMPARE | REPLACED)
 
     def refresh(self) -> None:
         """As of one rank. What was written on this rank is meant, also where it was on no other; and the next call
@@ -102,7 +117,8 @@ class RankProgram(Program):
     @property
     def plan(self) -> RankPlan:  # type: ignore[override]
         if self._plan is None:
-            args = self.model, self.ranks, self._all, self.target, self.kernels, self.why_eager, self.sums
+            by = (self.ranks, self.model.params), (self.reading, self._weights_read.params)
+            args = self.model, by, self._all, self.target, self.kernels, self.why_eager, self.sums
             self._plan = make_rank_plan(*args)  # type: ignore[assignment]
         return self._plan  # type: ignore[return-value]
 
@@ -118,7 +134,8 @@ class RankProgram(Program):
         """Allocate what steps need, and compile both phases."""
         with self._alone():
             start = now(self.device)
-            self._weights.allocate()
+            for weights in dict.fromkeys((self._weights, self._weights_read)):
+                weights.allocate()
             self._compile(self.prefill, self.decode)
             self.build_seconds = now(self.device) - start
 
@@ -163,8 +180,15 @@ class RankProgram(Program):
     def _steps(self) -> dict[str, Callable[..., Any]]:
         if self._port is not None:
             return make_steps(self.model.config, compiled_seam(self.ranks, self._port.mesh, self.sizes.chunk))
-        structures = (tree.structure(x) for x in (self.model.params, self.cache))
-        return make_steps(self.model.config, self.ranks.seam(*structures))
+        structures = [tree.structure(x) for x in (self.model.params, self.cache)]
+        found = {ranks: make_steps(self.model.config, ranks.seam(*structures)) for ranks in (self.reading, self.ranks)}
+        return {**found[self.reading], "decode": found[self.ranks]["decode"]}
+
+    def _inputs_read(self) -> tuple[Any, Any]:
+        """Caches of a layout of prompts hold memory no longer than these are read."""
+        if self._over is None:
+            return self._inputs()
+        return self._weights_read.live(), packed(self.params, self.reading.caches(self._all, self.dtype))[1]
 
     def _start(self) -> State:
         self._session += 1
@@ -190,7 +214,7 @@ class RankProgram(Program):
     def _prompts(self, *given: Any, **more: Any) -> Prompts:
         """This rank's."""
         found = super()._prompts(*given, **more)
-        own = self.ranks.own(len(found.rows))
+        own = self.reading.own(len(found.rows))
         return Prompts(found.rows[own], found.input_ids[own], found.attention_mask[own])
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
@@ -256,7 +280,14 @@ class RankProgram(Program):
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
     ) -> State:
         self._at = "prefill"
-        return super()._run_prefill(inputs, state, rows, eos, most)
+        if self._over is None:
+            return super()._run_prefill(inputs, state, rows, eos, most)
+        inputs, lengths = self._inputs_read(), [len(row) for row in rows]
+        begun = self.reading.state(self._rows_read, self.dtype)
+        begun = super()._run_prefill(inputs, begun, rows, eos, most)
+        self._at = "the hand-over of caches"
+        self._over.caches(inputs[1], self.cache, lengths)
+        return self._over.state(begun, state, lengths)
 
     def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
         self._steps_taken += 1
@@ -268,7 +299,7 @@ class RankProgram(Program):
         vocab, options = self.model.config.vocab_size, asked.options
         RankChooser(self, asked)  # raises for options that are none
         k = options.get("top_k", 50)
-        if options.get("do_sample") and not k and self.ranks.wire(1).own("Z"):
+        if options.get("do_sample") and not k and self.ranks.choice.own("Z"):
             raise ValueError(
                 f"generate(top_k={k!r}): without it any of {vocab} tokens may be drawn, and their logits lie on "
                 f"{self.ranks.mesh['tp']} ranks, which would have to send them all\n    fix: top_k=50"
@@ -281,6 +312,9 @@ class RankProgram(Program):
 
     def _own(self, rows: list[list[int]]) -> list[list[int]]:
         return rows[self.ranks.own(len(rows))]
+
+    def _own_read(self, rows: list[list[int]]) -> list[list[int]]:
+        return rows[self.reading.own(len(rows))]
 
     def _anywhere(self, live: bool) -> bool:
         return self.ranks.anywhere(live)
@@ -309,7 +343,7 @@ class RankChooser(Chooser):
     def _chosen(
         self, logits: Tensor, after: Tensor, counts: Tensor, eos_token_id: Tensor, u: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wire = self._ranks.wire(1)
+        wire = self._ranks.choice
         rows = wire.own("Z")
         if rows is None:
             return super()._chosen(logits, after, counts, eos_token_id, u)

@@ -14,20 +14,23 @@ from typing import Any
 from torch import Tensor
 
 from .. import functional as F
-from ..sharding import Mesh
+from ..sharding import Layout, Mesh
 from ..sharding.layouts import WHOLE
 from ..sharding.wires import LayoutWire
 from .ranks import Ranks
-from .steps import Seam, donating_layer
+from .steps import Seam, donating_layer, last_token
 
 __all__ = ["compiled_seam", "why_eager"]
 
 
-def why_eager(ranks: Ranks) -> str | None:
-    """Why the steps of these ranks cannot be compiled, or None."""
+def why_eager(ranks: Ranks, prefill_layout: Layout | None = None) -> str | None:
+    """Why the steps of these ranks cannot be compiled, or None. prefill_layout: by which prompts are read, if it is
+    another."""
     transport = ranks.mesh.transport
     if transport is None or not transport.traces:
         return "ranks are threads, among which the compiler is not safe"
+    if prefill_layout is not None:
+        return "prompts are read by a layout of their own, and caches handed over"
     if ranks.deals:
         return "experts are dealt out, and only the router says how many rows go where"
     return None
@@ -59,4 +62,4 @@ def compiled_seam(ranks: Ranks, mesh: Mesh, chunk: int) -> Seam:
     def logprob(logits: Tensor, targets: Tensor) -> Tensor:
         return F.token_logprob(logits, targets, wire=choices[targets.shape[1]])
 
-    return Seam(layer, backbone, choose, logprob)
+    return Seam(layer, backbone, last_token, choose, logprob)

@@ -7,7 +7,7 @@ Letters: B batch, Z vocabulary, T cache slots, H query heads, K key/value heads,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 import torch
@@ -19,81 +19,92 @@ from ..functional import tree
 from ..functional.cache import Cache
 from ..functional.wire import Own
 from ..sharding.ports import Sized
-from ..sharding.spec import parse
+from ..sharding.spec import Atom, Spec, parse
 from ..sharding.wires import LayoutWire
 from .agreement import Agreement
 from .sizes import Sizes, by_channel
-from .steps import Seam, State
+from .steps import Seam, State, last_token
 
 __all__ = ["Ranks", "check_mesh", "check_ranks"]
-
-HEADS = ("q", "q_gate", "k", "v", "o", "q_bias", "k_bias", "v_bias", "sinks")
 
 
 class Ranks:
     """One rank among those of a mesh, by a layout.
 
-    config: of the whole model, with key/value heads as many as `tp` where it has fewer: each rank then has the one that
-    its query heads read. rows: the axes that split rows, in the order of the mesh.
+    config: of the whole model. rows: the axes that split rows, in the order of the mesh.
     """
 
     def __init__(self, cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, device: torch.device) -> None:
         self.mesh, self.layout, self.device = mesh, layout, device
-        self.given, self.config = cfg, _with_heads_for(cfg, mesh["tp"] if "tp" in layout.axes else 1)
-        (over,) = [atom.axes for atom in parse(layout["tokens"][0]).atoms if atom.name == "B"]
-        self.rows = tuple(axis for axis in over if mesh[axis] > 1)
+        self.config = cfg
+        lies = {atom.name: atom for atom in parse(layout["tokens"][0]).atoms}
+        self._rows, tokens = Spec(((lies["B"],),)), lies["S"]
+        self.rows, self.tokens = (tuple(axis for axis in lies[letter].axes if mesh[axis] > 1) for letter in ("B", "S"))
+        self._split, self._wires = str(tokens), dict[int, Any]()
         self.agreement = Agreement(mesh, device, self.rows)
-        self._tokens = parse(layout["tokens"][0])
-        self._wires: dict[int, Any] = {}
 
     @property
     def deals(self) -> bool:
         """Whether experts are dealt out over ranks, which is known step by step and cannot be compiled."""
         return any(self.mesh[axis] > 1 for axis in self.layout.split("X"))
 
+    @functools.cached_property
+    def _model(self) -> Any:
+        """For all that holds of any number of tokens: one that every order allows."""
+        return sh.shard(F.backbone, self.layout, self.mesh, S=2 * self.mesh.size)
+
     def own(self, rows: int) -> slice:
         """Which of all rows this rank has."""
-        sizes = {"B": rows, "S": 1}
-        found: slice = self._tokens.slices(sizes, self.mesh, self.mesh.rank)[0]
+        found: slice = self._rows.slices({"B": rows}, self.mesh, self.mesh.rank)[0]
         return found
 
     def sizes(self, sizes: Sizes) -> Sizes:
-        """Those of a rank, of those of all."""
+        """Those of a rank, of those of all: at least a row, which may stay idle."""
         mine = self.own(sizes.batch)
-        return dataclasses.replace(sizes, batch=mine.stop - mine.start)
+        return dataclasses.replace(sizes, batch=max(mine.stop - mine.start, 1))
+
+    def parts(self, params: F.Decoder) -> dict[str, Any]:
+        """Which part of each parameter of a whole model this rank has, by path."""
+        lies = self.lies(params)
+        return {path: each.spec.slices(each.sizes, self.mesh, self.mesh.rank) for path, each in lies.items()}
 
     def params(self, params: F.Decoder) -> F.Decoder:
         """This rank's shards of a whole model, views of its leaves where they are one range; or what already are."""
-        lies, leaves = self.lies(params), tree.paths(params)
-        shapes = {path: each.spec.local(each.sizes, self.mesh, self.mesh.rank) for path, each in lies.items()}
+        lies = self._model.specs(params, self.config)
+        specs, leaves = tree.paths(lies), tree.paths(params)
+        shapes = {path: each.spec.local(each.sizes, self.mesh, self.mesh.rank) for path, each in specs.items()}
         if all(tuple(leaf.shape) == shapes[path] for path, leaf in leaves.items()):
             return params
-        tree.check(params, F.Decoder.abstract(self.given), what="params")
-        found: F.Decoder = sh.cut(params, tree.replace(params, lies), self.mesh)
+        tree.check(params, F.Decoder.abstract(self.config), what="params")
+        found: F.Decoder = sh.cut(params, lies, self.mesh)
         return found
 
     def lies(self, params: F.Decoder) -> dict[str, Sized]:
         """How each leaf does. params: whole, or a rank's."""
-        model = sh.shard(F.backbone, self.layout, self.mesh, S=1)
-        sizes = tree.sizes_of(params, self.given)
-        lies = tree.paths(model.specs(params, self.given))
-        for path in self._dealt(lies):
-            lies[path] = Sized(parse(_by_query_head(str(lies[path].spec))), sizes[path])
-        return lies
-
-    def _dealt(self, paths: Mapping[str, Any]) -> list[str]:
-        """The leaves of layers whose query heads are dealt out to more ranks than there are key/value heads."""
-        changed = [i for i, (a, b) in enumerate(zip(self.given.layers, self.config.layers, strict=True)) if a != b]
-        of_layers = tuple(f".layers[{i}].attention." for i in changed)
-        return [path for path in paths if path.startswith(of_layers) and path.rpartition(".")[2] in HEADS]
+        return tree.paths(self._model.specs(params, self.config))
 
     def caches(self, sizes: Sizes, dtype: torch.dtype) -> tuple[Cache, ...]:
         """A cache a layer of the rank's own shapes, uninitialised but for states. sizes: of all ranks."""
-        whole = sizes.caches(self.config, dtype, "meta")
-        model = sh.shard(F.backbone, self.layout, self.mesh, S=1)
-        given = {"params": F.Decoder.abstract(self.config), "cfg": self.config, "cache": whole}
-        specs = model.in_specs({**given, "positions": torch.zeros(1, 1, dtype=torch.int64)})["cache"]
-        return tuple(map(self._allocated, sh.cut(whole, specs, self.mesh)))
+        rank, rows, found = self.mesh.rank, self.sizes(sizes).batch, []
+        for specs, like in zip(self.cache_specs(sizes), self._whole(sizes, dtype), strict=True):
+            new = {}
+            for (path, leaf), lies in zip(tree.paths(like).items(), tree.paths(specs).values(), strict=True):
+                _, *shape = lies.spec.local({**lies.sizes, "B": sizes.batch, "T": leaf.shape[1]}, self.mesh, rank)
+                new[path] = leaf.new_empty(rows, *shape)
+            found.append(self._allocated(tree.replace(like, new)))
+        return tuple(found)
+
+    def cache_specs(self, sizes: Sizes) -> tuple[Any, ...]:
+        """How the cache of each layer lies, a tree of what `Sized` says of each leaf. Raises where a layer has none."""
+        given = {"params": F.Decoder.abstract(self.config), "cfg": self.config,
+                 "cache": self._whole(sizes, torch.float32)}  # fmt: skip
+        found: tuple[Any, ...] = self._model.in_specs({**given, "positions": torch.zeros(1, 1, dtype=torch.int64)})[
+            "cache"
+        ]
+        return found
+
+    def _whole(self, sizes: Sizes, dtype: torch.dtype) -> tuple[Cache, ...]:
+        return sizes.caches(self.config, dtype, "meta")
 
     def _allocated(self, like: Cache) -> Cache:
         make = torch.zeros if isinstance(like, F.GDNCache) else torch.empty
@@ -111,17 +122,26 @@ class Ranks:
         return (self.state(len(first.token), dtype), *rest) if isinstance(first, State) else arguments
 
     def wire(self, tokens: int) -> LayoutWire:
-        """For choices of `tokens` tokens a row."""
+        """For calls of `tokens` tokens a row."""
         if tokens not in self._wires:
             wire = LayoutWire.of(self.layout, self.mesh, {"S": tokens}, device=self.device)
             self._wires[tokens] = wire.layer(Z=self.config.vocab_size)
         found: LayoutWire = self._wires[tokens]
         return found
 
+    @functools.cached_property
+    def choice(self) -> LayoutWire:
+        """For the choice of one token a row, which ranks that have parts of a row's tokens make alike."""
+        chains = {edge: [parse(text) for text in chain] for edge, chain in self.layout.chains}
+        names: tuple[str, ...] = ("logits", "shares")
+        edges = {edge: " -> ".join(map(_of_one_token, chains[edge])) for edge in names if edge in chains}
+        wire = LayoutWire.of(sh.Layout(self.layout.name, edges), self.mesh, {"S": 1}, device=self.device)
+        return wire.layer(Z=self.config.vocab_size)
+
     @property
     def vocabulary(self) -> Own:
         """The rows of it that this rank has."""
-        return self.wire(1).own("Z") or Own(0, self.config.vocab_size, self.config.vocab_size)
+        return self.choice.own("Z") or Own(0, self.config.vocab_size, self.config.vocab_size)
 
     def seam(self, params: Any, caches: Any) -> Seam:
         """params, caches: the structures of trees that steps take packed."""
@@ -139,16 +159,29 @@ class Ranks:
             whole = tree.unflatten(params, tree.leaves(packed))
             kept = tree.unflatten(caches, tree.leaves(cache))
             model = sh.shard(F.backbone, self.layout, self.mesh, S=tokens.shape[1])
-            return model(whole, tokens, cfg, cache=kept, **given)
+            return model(whole, self._mine(tokens), cfg, cache=kept, **given)
+
+        def last(x: Tensor, last: Tensor, tokens: int) -> Tensor:
+            if not self.tokens:
+                return last_token(x, last, tokens)
+            here = self._mine(torch.arange(tokens, device=x.device)[None]) == last.clamp_min(0)[:, None]
+            x_BD = torch.where(here[..., None], x, 0).sum(1)
+            return sh.reshard(x_BD, f"B D +{'+'.join(self.tokens)} -> B D", self.mesh)
 
         def choose(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=self.wire(1)))
+            token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=self.choice))
             return token, logprob, F.advance(token, logprob, positions, eos_token_id)
 
         def logprob(logits: Tensor, targets: Tensor) -> Tensor:
-            return F.token_logprob(logits, targets, wire=self.wire(targets.shape[1]))
+            tokens = targets.shape[1]
+            found = F.token_logprob(logits, self._mine(targets), wire=self.wire(tokens))
+            return sh.reshard(found, f"B {self._split} -> B S", self.mesh, S=tokens) if self.tokens else found
 
-        return Seam(layer, backbone, choose, logprob)
+        return Seam(layer, backbone, last, choose, logprob)
+
+    def _mine(self, x: Tensor) -> Tensor:
+        """Of `B S` the tokens that this rank has."""
+        return self.wire(x.shape[1]).mine(x) if self.tokens else x
 
     # What ranks tell each other.
 
@@ -188,58 +221,59 @@ def check_mesh(mesh: Any, layout: Any) -> sh.Mesh:
     return mesh
 
 
-def check_layout(mesh: sh.Mesh, layout: Any) -> sh.Layout:
-    """Raise for what is no layout."""
+def check_layout(mesh: sh.Mesh, layout: Any, name: str = "layout") -> sh.Layout:
+    """Raise for what is no layout. name: of the argument."""
     if layout is None:
         raise ValueError("build(layout=...): mesh and layout go together\n    fix: both, or neither for one rank")
     if not isinstance(layout, sh.Layout):
         raise TypeError(
-            f"build(mesh=..., layout=...): a Mesh and a Layout are needed, not {type(mesh).__name__} and "
+            f"build(mesh=..., {name}=...): a Mesh and a Layout are needed, not {type(mesh).__name__} and "
             f'{type(layout).__name__}\n    fix: mesh=ProcessGroup(device_mesh).mesh, layout=ulysses(tp="tp")'
         )
     return layout
 
 
-def check_ranks(cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, batch: int) -> None:
-    """Raise `ValueError` and `SpecError` for a mesh and a layout over which no program of a model runs."""
-    if parts := [axis for edge, chain in layout.chains if edge == "parameters" for axis in parse(chain[0]).axes]:
-        raise ValueError(
-            f"build(layout=...): {layout.name} keeps parameters in parts over {'/'.join(parts)}, which every step "
-            "would gather\n    fix: the layout without parameters=..."
-        )
+def check_ranks(
+    cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, sizes: Sizes, reads: sh.Layout | None = None
+) -> None:
+    """Raise `ValueError` and `SpecError` for a mesh and layouts over which no program of a model runs. reads: by which
+    prompts are read, if it is another."""
+    for name, each in (("layout", layout), ("prefill_layout", reads)):
+        if each is not None:
+            _check_parameters(name, each)
     tokens = next(atom.axes for atom in parse(layout["tokens"][0]).atoms if atom.name == "S")
     if split := [axis for axis in tokens if mesh[axis] > 1]:
+        axis, this = split[0], "" if reads else f"prefill_layout={layout.name}, and "
         raise ValueError(
-            f"build(layout=...): {layout.name} splits tokens over {'/'.join(split)}={mesh[split[0]]}, and a step of "
-            f"decode has one\n    fix: a mesh of tp, and dp for rows, without {'/'.join(split)}"
+            f"build(layout=...): {layout.name} splits tokens over {'/'.join(split)}={mesh[axis]}, and a step of decode "
+            f'has one\n    fix: {this}layout=... with rows over these ranks, dp="{axis}"; or call them tp in the mesh: '
+            'prefill_layout=... of "tp", layout=... with tp="tp"'
         )
-    rows = [axis for atom in parse(layout["tokens"][0]).atoms if atom.name == "B" for axis in atom.axes]
+    # Ranks that share the tokens of prompts may have no row to decode; others would do nothing at all.
+    rows = [axis for atom in parse((reads or layout)["tokens"][0]).atoms if atom.name == "B" for axis in atom.axes]
     ranks = len(mesh.ranks(tuple(axis for axis in rows if axis in dict(mesh.axes)), mesh.rank))
-    if batch < ranks:
+    if sizes.batch < ranks:
         raise ValueError(
-            f"build(batch={batch}): fewer rows than the {ranks} ranks of {'/'.join(rows)}\n    fix: batch={ranks}"
+            f"build(batch={sizes.batch}): fewer rows than the {ranks} ranks of {'/'.join(rows)}\n    fix: batch={ranks}"
         )
-    model = sh.shard(F.backbone, layout, mesh, S=1)
-    made = _with_heads_for(cfg, mesh["tp"] if "tp" in layout.axes else 1)
-    model.in_specs({"params": F.Decoder.abstract(made), "cfg": made})
+    for each, chunk in ((layout, 1), (reads, sizes.chunk)):
+        if each is not None:
+            model = sh.shard(F.backbone, each, mesh, S=chunk)
+            model.in_specs({"params": F.Decoder.abstract(cfg), "cfg": cfg})
 
 
-def _with_heads_for(cfg: F.DecoderConfig, ranks: int) -> F.DecoderConfig:
-    """The config with a key/value head for each rank in the layers that have fewer of them, where query heads deal out
-    evenly and no rank's read two. Others stay, and are refused by the layout."""
-
-    def of(each: F.LayerConfig) -> F.LayerConfig:
-        attention = each.attention
-        if not isinstance(attention, F.AttentionConfig):
-            return each
-        heads, groups = attention.num_attention_heads, attention.num_key_value_heads
-        if groups >= ranks or ranks % groups or heads % ranks:
-            return each
-        return dataclasses.replace(each, attention=dataclasses.replace(attention, num_key_value_heads=ranks))
-
-    return dataclasses.replace(cfg, layers=tuple(map(of, cfg.layers)))
+def _check_parameters(name: str, layout: sh.Layout) -> None:
+    if parts := [axis for edge, chain in layout.chains if edge == "parameters" for axis in parse(chain[0]).axes]:
+        raise ValueError(
+            f"build({name}=...): {layout.name} keeps parameters in parts over {'/'.join(parts)}, which every step "
+            "would gather\n    fix: the layout without parameters=..."
+        )
 
 
-def _by_query_head(text: str) -> str:
-    """`(K/tp G E)` as `(H/tp E)`, and `(K/tp E)` as `(K@H/tp E)`."""
-    return text.replace("(K/tp G)", "H/tp").replace("K/tp G", "H/tp").replace("K/tp", "K@H/tp")
+def _of_one_token(spec: Spec) -> str:
+    """The spec with tokens whole."""
+
+    def whole(atom: Atom) -> Atom:
+        return dataclasses.replace(atom, axes=(), zigzag=False) if atom.name == "S" else atom
+
+    return str(Spec(tuple(tuple(map(whole, dim)) for dim in spec.dims), spec.partial))

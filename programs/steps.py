@@ -24,7 +24,7 @@ from ..functional.cache import Cache
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
-__all__ = ["Seam", "State", "make_steps", "packed", "windows"]
+__all__ = ["Seam", "State", "last_token", "make_steps", "packed", "windows"]
 
 Leaves = tuple[Tensor, ...]
 
@@ -125,11 +125,12 @@ class Seam(NamedTuple):
     """How the steps of a rank among several reach the others; without one, a rank is alone.
 
     layer: from a config and a core to what computes a layer and writes its cache. backbone: `F.backbone`, of packed
-    parameters and caches, behind a layout. choose: `F.sample_advance` of the logits that a rank has. logprob: of
-    targets `B C`, by logits `B C Z`."""
+    parameters and caches, behind a layout. last: of `B C D`, of which a rank may have some tokens, that of one token of
+    each row. choose: `F.sample_advance` of the logits that a rank has. logprob: of targets `B C`, by logits `B C Z`."""
 
     layer: Callable[..., Any]
     backbone: Callable[..., Any]
+    last: Callable[[Tensor, Tensor, int], Tensor]
     choose: Callable[..., tuple[Tensor, Tensor, Tensor]]
     logprob: Callable[..., Tensor]
 
@@ -141,7 +142,7 @@ def make_steps(cfg: F.DecoderConfig, seam: Seam | None = None) -> dict[str, Call
     cfg = dataclasses.replace(cfg, layers=tuple(kinds[each] for each in cfg.layers))
     many, few = F.dot_product_attention, F.decode_attention
     if seam is None:
-        seam = Seam(donating_layer, F.backbone, F.sample_advance, F.token_logprob)
+        seam = Seam(donating_layer, F.backbone, last_token, F.sample_advance, F.token_logprob)
     layers = {core: seam.layer(cfg, core) for core in (many, few)}
     which = [windows(cfg).index(each.attention.window) for each in cfg.layers]
     by_length = any(each.attention.rope is not None and each.attention.rope.by_length for each in cfg.layers)
@@ -183,8 +184,7 @@ def make_steps(cfg: F.DecoderConfig, seam: Seam | None = None) -> dict[str, Call
         """tokens, positions `B C` (-1: padding); last `B`, where in the chunk a row's prompt ends, -1 where it does
         not: only those rows get a token. length: `B`, the tokens of the whole prompt."""
         x = run(params, cache, tokens, positions, length, read, many)
-        at = last.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])
-        logits = F.logits(params, x.gather(1, at)[:, 0], cfg)
+        logits = F.logits(params, seam.last(x, last, tokens.shape[1]), cfg)
         token, logprob, position = seam.choose(logits, positions.amax(-1) + 1, eos_token_id)
         return _where(last >= 0, State(token=token, logprob=logprob, position=position, logits=logits), state)
 
@@ -211,6 +211,12 @@ def make_steps(cfg: F.DecoderConfig, seam: Seam | None = None) -> dict[str, Call
         return seam.logprob(F.logits(params, x, cfg), targets)
 
     return {"prefill": prefill, "decode": decode, "score": score}
+
+
+def last_token(x: Tensor, last: Tensor, tokens: int) -> Tensor:
+    """x `B C D`, last `B`, where in the chunk a row ends, or -1 -> `B D`. tokens: C."""
+    at = last.clamp_min(0)[:, None, None].expand(-1, 1, x.shape[2])
+    return x.gather(1, at)[:, 0]
 
 
 def _where(rows: Tensor, new: State, old: State) -> State:

@@ -11,6 +11,7 @@ The sum of all ranks' losses has the dense gradient: each token counts on one ra
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +23,7 @@ from . import documents, shards
 from .errors import SpecError
 from .layouts import Layout
 from .mesh import Mesh, check_axes
-from .ports import enter, matched
+from .ports import Leaf, enter, matched
 from .reshard import call_of, exchanged, planned
 from .spec import Spec, parse
 
@@ -151,17 +152,25 @@ def sum_gradients(grads: T, specs: Any, mesh: Mesh) -> T:
     """Gradients of parameters, each summed over the axes that do not split it: what one rank with all tokens has.
 
     specs: a tree of specs as the parameters lie, `model.specs(params, cfg)`, or one for all. Those that are summed over
-    the same axes travel together. Nothing is divided. Every rank makes this call.
+    the same axes travel together; those of key/value heads that some ranks share (`K@H/tp`) as all heads, each in its
+    place. Nothing is divided. Every rank makes this call.
     """
     if isinstance(specs, (str, Spec)):
         specs = tree.map(lambda _: specs, grads)
     leaves = matched(grads, specs, "grads")
     groups: dict[Any, list[int]] = {}
+    values, shared = [leaf.value for leaf in leaves], dict[int, list[_Place]]()
     for i, leaf in enumerate(leaves):
-        axes = pending_axes(leaf.spec, mesh) if isinstance(leaf.value, Tensor) and leaf.spec is not None else ()
+        if not isinstance(leaf.value, Tensor) or leaf.spec is None:
+            continue
+        axes = pending_axes(leaf.spec, mesh)
+        if places := list(_shared(leaf, mesh)):
+            shared[i] = places
+            over = {axis for place in places for axis in place.axes}
+            axes = tuple(axis for axis, _ in mesh.axes if axis in over or axis in axes)
+            values[i] = _among_all(leaf.value, places)
         if axes:
             groups.setdefault((axes, leaf.value.dtype), []).append(i)
-    values = [leaf.value for leaf in leaves]
     with torch.no_grad():
         for (axes, _), members in groups.items():
             pair = f"... +{'+'.join(axes)} -> ..."
@@ -174,7 +183,45 @@ def sum_gradients(grads: T, specs: Any, mesh: Mesh) -> T:
                     bucket, exchanged(xs, moves, backs, call_of(xs, pair, ("gradients",)), mesh), strict=True
                 ):
                     values[i] = y
+    for i, places in shared.items():
+        for place in places:
+            values[i] = shards.select(values[i], place.dim, place.ranges)
     return tree.unflatten(tree.structure(grads), values)  # type: ignore[no-any-return]
+
+
+class _Place(NamedTuple):
+    """Where in a dimension of `size` a rank's rows are, some of which other ranks over some axes have too."""
+
+    dim: int
+    size: int
+    ranges: shards.Ranges
+    axes: tuple[str, ...]
+
+
+def _shared(leaf: Leaf, mesh: Mesh) -> Iterator[_Place]:
+    """The dimensions of a leaf that lie as other letters need them."""
+    assert leaf.spec is not None
+    for i, dim in enumerate(leaf.spec.dims):
+        axes = tuple(axis for atom in dim if atom.need for axis in atom.axes if mesh[axis] > 1)
+        if axes:
+            sizes = shards.complete(leaf.sizes or {})
+            at = mesh.coordinates(mesh.rank)
+            size = math.prod(shards.size(leaf.spec, atom, atom.name, sizes, mesh.axes) for atom in dim)
+            held = [shards.held(atom, sizes, mesh.axes, at) if atom.axes else None for atom in dim]
+            found = shards.pieces(dim, [None if ranges is None else (ranges, ranges) for ranges in held], sizes)
+            yield _Place(i, size, tuple((start, start + n) for start, _, n in found), axes)
+
+
+def _among_all(x: Tensor, places: list[_Place]) -> Tensor:
+    """x in its place among zeros."""
+    for place in places:
+        whole = x.new_zeros(*x.shape[: place.dim], place.size, *x.shape[place.dim + 1 :])
+        start = 0
+        for a, b in place.ranges:
+            whole.narrow(place.dim, a, b - a).copy_(x.narrow(place.dim, start, b - a))
+            start += b - a
+        x = whole
+    return x
 
 
 def _buckets(members: list[int], values: list[Any]) -> Iterator[list[int]]:

@@ -1,8 +1,8 @@
 """Caches under a layout: how each lies on a rank, and which layouts keep none.
 
 A cache lies as its layer's edges `cache_...` say: by heads where keys or states are met by heads, whole where every
-rank has what it is made of. Where queries stay split, a rank has those keys alone that they see, and not the others
-that a cache must have for the tokens to come.
+rank has what it is made of. Where needed keys alone travel, a rank lacks those that its queries do not see, which a
+cache must have for the tokens to come.
 """
 
 from __future__ import annotations
@@ -135,13 +135,9 @@ def why_none(chains: Mapping[str, tuple[str, ...]], layout: Layout) -> tuple[str
         atoms = parse(chains[edge][at]).atoms if edge in chains else ()
         return next((atom.axes for atom in atoms if atom.name == "S"), ())
 
-    other, stay = "mla_latent" if "kv_latent" in chains else "ulysses", split("q", -1)
-    if stay:
-        free = [axis for axis in split("q", 0) if axis not in stay]
-        fix = f'{other}("{free[0]}") on a mesh without {"/".join(stay)}' if free else f'{other}("{stay[0]}")'
-        what = f"queries of {layout.name} stay split over {'/'.join(stay)}"
-        return f"{what}, so that a rank has no keys but those that they see", f"{fix}, or no cache"
+    if layout.exchange == "needed" and "q" in chains:
+        return f"{layout.name} sends needed keys alone, so that a rank lacks some of the others", 'exchange="all"'
     if stay := split("kv_latent", -1):
         what = f"latents of {layout.name} stay split over {'/'.join(stay)}"
-        return f"{what}, so that no rank has all of them", f'{other}("{stay[-1]}"), or no cache'
+        return f"{what}, so that no rank has all of them", f'mla_latent("{stay[-1]}"), or no cache'
     return "a cache is not split over ranks", "without it"

@@ -15,7 +15,7 @@ __all__ = ["fewer", "fit", "fitting", "hybrid"]
 def fit(heads: tuple[int, int], outer: int, ranks: int) -> bool:
     """Whether `outer` parts of the heads can each be dealt to so many ranks."""
     count, groups = heads
-    return 0 < outer <= groups and (groups // outer >= ranks or (groups % outer == 0 and count // outer >= ranks))
+    return outer > 0 and (groups // outer >= ranks or count // outer >= ranks)
 
 
 def fewer(axes: Axes, before: tuple[str, ...], over: tuple[str, ...], heads: tuple[int, int]) -> str:
@@ -56,7 +56,7 @@ def hybrid(name: str, edges: Mapping[str, list[Spec]], heads: str, gather: str) 
         return _scan(edges, (gather, heads))
     first = edges["q"][0] if "q" in edges else Spec(())
     tp, dp = (next((a.axes for a in first.atoms if a.name in some), ()) for some in (("K", "H"), ("B",)))
-    more = "".join(f', {option}="{axes[0]}"' for option, axes in (("tp", tp), ("dp", dp)) if axes)
+    more = "".join(f', {option}="{over}"' for option, over in (("tp", "/".join(tp)), ("dp", "/".join(dp))) if over)
     more += ", zigzag=True" if any(atom.zigzag for atom in first.atoms) else ""
     more += ', dims="S B H E"' if first.letters[:2] == ("S", "B") else ""
     if "kv_latent" not in edges or "k" in edges:
@@ -67,6 +67,6 @@ def hybrid(name: str, edges: Mapping[str, list[Spec]], heads: str, gather: str) 
 
 def _scan(edges: Mapping[str, list[Spec]], axes: tuple[str, ...]) -> str:
     """A scan of a gated delta net over these axes, with those that split its rows and heads already."""
-    found = {atom.name: atom.axes for atom in edges["k"][0].atoms}
-    more = "".join(f', {option}="{found[letter][0]}"' for option, letter in (("tp", "K"), ("dp", "B")) if found[letter])
+    found = {atom.name: "/".join(atom.axes) for atom in edges["k"][0].atoms}
+    more = "".join(f', {option}="{found[letter]}"' for option, letter in (("tp", "K"), ("dp", "B")) if found[letter])
     return "gdn_scan(" + ", ".join(f'"{axis}"' for axis in axes) + f"{more})"

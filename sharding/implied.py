@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from .errors import SpecError, nearest
@@ -23,9 +23,13 @@ def convolved(edge: str, edges: Container[str]) -> bool:
     return f"{edge}_conv" in edges
 
 
-def split_by(edges: Iterable[tuple[str, tuple[str, ...]]], letter: str) -> tuple[str, ...]:
-    """The axes that split a letter where arguments come in: so do parameters lie."""
-    atoms = [atom for _, chain in edges for atom in parse(chain[0]).atoms if atom.name == letter]
+def split_by(edges: Sequence[tuple[str, tuple[str, ...]]], letter: str) -> tuple[str, ...]:
+    """The axes that split a letter where arguments come in: so do parameters lie. Caches, the output of heads and what
+    is made of latents lie as heads do within a layer."""
+    names = {edge: edge.rsplit(".", 1)[-1] for edge, _ in edges}
+    outside = [each for each in edges if names[each[0]] not in ("o", "kv") and not names[each[0]].startswith("cache_")]
+    first = [parse(chain[0]) for _, chain in outside]
+    atoms = [atom for spec in first for atom in spec.atoms if atom.name == letter]
     return max((atom.axes for atom in atoms), key=len, default=())
 
 
@@ -89,7 +93,7 @@ def check_scan(name: str, chains: Mapping[str, tuple[str, ...]]) -> None:
             )  # fmt: skip
 
 
-def with_queries(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def with_queries(chains: Mapping[str, tuple[str, ...]], exchange: str) -> dict[str, tuple[str, ...]]:
     """The edges that go with queries, as their specs say it: positions, documents, mask, a parameter of each head."""
     if "q" not in chains or recurrent(chains):  # its layouts say where these lie, and it has no mask
         return {}
@@ -107,17 +111,17 @@ def with_queries(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, 
     keys = (f"{batch} T",)
     found = {
         "q_positions": tokens, "k_positions": keys, "q_segment_ids": tokens, "k_segment_ids": keys, "mask": mask,
-        "sinks": (split[0], split[1]), **_cached(chains),
+        "sinks": (split[0], split[1]), **_cached(chains, exchange),
     }  # fmt: skip
     return {name: chain_of(chain) for name, chain in found.items()}
 
 
-def _cached(chains: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _cached(chains: Mapping[str, tuple[str, ...]], exchange: str) -> dict[str, tuple[str, ...]]:
     """How caches lie, where a rank has all tokens of what they are made of: as these lie in the end, with slots for
-    tokens. Where queries stay split, it lacks those that they do not see."""
+    tokens. Where only needed keys travel, it lacks those that its queries do not see."""
     made = {"k": ("cache_k", {"S": "T"}), "v": ("cache_v", {"S": "T"}), "kv_latent": ("cache_latent", _LATENT)}
-    last = {edge: parse(chains[edge][-1]) for edge in ("q", *made) if edge in chains}
-    if any(atom.axes for spec in last.values() for atom in spec.atoms if atom.name == "S"):
+    last = {edge: parse(chains[edge][-1]) for edge in made if edge in chains}
+    if exchange == "needed" or any(a.axes for spec in last.values() for a in spec.atoms if a.name == "S"):
         return {}
     found: dict[str, tuple[str, ...]] = {}
     for edge, (name, other) in made.items():

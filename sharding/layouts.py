@@ -77,7 +77,9 @@ class Layout:
             raise ValueError(f'{self.name}: exchange={self.exchange!r}; it is "all" or "needed"')
         given = self.edges.items() if isinstance(self.edges, Mapping) else self.edges
         chains = {name: chain_of(specs) for name, specs in given}
-        found = tuple({**chains, **{n: c for n, c in with_queries(chains).items() if n not in chains}}.items())
+        found = tuple(
+            {**chains, **{n: c for n, c in with_queries(chains, self.exchange).items() if n not in chains}}.items()
+        )
         object.__setattr__(self, "keys", keys_of(self.name, chains, self.keys))
         if self.exchange == "needed" and "q" in chains:
             last = parse(chains["q"][-1])
@@ -186,7 +188,8 @@ def ulysses(
 
     axis: splits the tokens; query heads follow their key/value head, and where there are fewer of those than ranks,
     query heads are dealt out and each rank receives the key/value heads that they need.
-    tp: an axis that already splits the heads. dp: one that splits the batch. zigzag: tokens come in head-tail order.
+    tp: an axis that already splits the heads. dp: one that splits the batch, or several, "dp/cp". zigzag: tokens come
+    in head-tail order.
     dims: the order in which q, k, v and o have their dimensions, "B S H E" or "S B H E". overlap: see `Layout`.
     """
     name = f'ulysses("{axis}"' + _options(tp=tp, dp=dp, zigzag=zigzag, dims=dims, overlap=overlap)
@@ -237,7 +240,8 @@ def _edges(
     """Every edge of attention and of the layers around it. role: what the axis of the tokens does."""
     if dims not in ("B S H E", "S B H E"):
         raise ValueError(f'dims="{dims}": "B S H E" or "S B H E", the order of q, k, v and o')
-    check_names(*tokens, *(axis for axis in (dp, tp) if axis is not None))
+    of_rows = () if dp is None else tuple(dp.split("/"))
+    check_names(*tokens, *of_rows, *(() if tp is None else (tp,)))
     u, g = role.get("u"), role.get("g")
     axes = "".join(f"/{axis}" + ":zigzag" * (zigzag and i == 0) for i, axis in enumerate(tokens))
     batch, S, heads = "B" + f"/{dp}" * bool(dp), "S" + axes, "K" + f"/{tp}" * bool(tp)
@@ -255,7 +259,7 @@ def _edges(
         "o": f"{order(q_seen, f'({heads}{after} G) V')} -> {order(S, f'({heads} G) V')}",
         "out": f"{order(S, 'D')} +{tp} -> {order(S, 'D')}" if tp else order(S, "D"),
     }
-    pending = "+".join(axis for axis in (*tokens, dp) if axis)
+    pending = "+".join((*tokens, *of_rows))
     around = {
         "h": order(S, f"F/{tp}" if tp else "F"),
         "embedded": f"{order(S, 'D')} +{tp} -> {order(S, 'D')}" if tp else order(S, "D"),

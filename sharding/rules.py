@@ -23,7 +23,9 @@ from .spec import Atom, Spec, parse
 __all__ = [
     "LocalHeads",
     "batch",
+    "by_query_head",
     "cut",
+    "dealt",
     "gathered",
     "heads",
     "kept",
@@ -70,15 +72,23 @@ def resolve(name: str, edges: Edges, axes: Axes, heads: tuple[int, int] | None) 
     """The specs of every edge on a mesh, for a layer of (H, K) heads.
 
     Where there are fewer key/value heads than ranks among which they are dealt, query heads are dealt out instead, and
-    each rank holds the key/value heads that they need. Raises `SpecError` where there are fewer query heads than ranks.
+    each rank holds the key/value heads that they need; so do its weights lie. Raises `SpecError` where there are fewer
+    query heads than ranks.
     """
     found = {edge: [parse(text) for text in chain] for edge, chain in edges}
     for chain in found.values():
         for spec in chain:
             check_axes(axes, spec)
     if heads is not None and lead(found) in found and _dealt(name, found, axes, heads):
-        found = {edge: [_by_query_head(spec) for spec in chain] for edge, chain in found.items()}
+        found = {edge: [by_query_head(spec) for spec in chain] for edge, chain in found.items()}
     return tuple((edge, tuple(map(str, chain))) for edge, chain in found.items())
+
+
+@constant
+def dealt(name: str, edges: Edges, axes: Axes, heads: tuple[int, int]) -> bool:
+    """Whether query heads of a layer of (H, K) heads are dealt out one by one, and with them its weights."""
+    found = {edge: [parse(text) for text in chain] for edge, chain in edges}
+    return lead(found) in found and _dealt(name, found, axes, heads)
 
 
 @constant
@@ -114,30 +124,27 @@ def _dealt(name: str, edges: Mapping[str, list[Spec]], axes: Axes, heads: tuple[
     before, after = (_axes_of_heads(spec) for spec in (queries[0], queries[-1]))
     outer, all_of_it = (math.prod(size_of(axes, axis) for axis in some) for some in (before, after))
     ranks, over = all_of_it // outer, after[len(before) :]
-    most, keys = ("value heads", "key heads") if recurrent(edges) else ("query heads", "key/value heads")
-    if groups < outer:
-        what = f"K={groups} {keys}" if "k" in edges else f"H={count} heads"
-        raise SpecError(
-            f"{name}: {what} over {'/'.join(before)}={outer}, which splits them before",
-            str(queries[0]), mesh=text_of(axes, queries[0]),
-            fix=fewer(axes, before, over, heads),
-        )  # fmt: skip
-    if groups // outer >= ranks:
+    most = "value heads" if recurrent(edges) else "query heads"
+    if groups >= outer and groups // outer >= ranks:
         return False
-    local = count // groups * (groups // outer)
-    per = f" ({count} over {'/'.join(before)}={outer})" if outer > 1 else ""
-    if local < ranks:
+    per = f" ({count} over {'/'.join(before)}={outer})" if outer > 1 and count >= outer else ""
+    if count < outer:
         raise SpecError(
-            f"{name}: H={local} {most}{per} are fewer than {'/'.join(over)}={ranks} ranks",
+            f"{name}: H={count} {most if 'k' in edges else 'heads'} over {'/'.join(before)}={outer}, which splits them "
+            "before",
+            str(queries[0]), mesh=text_of(axes, queries[0]), fix=fewer(axes, before, over, heads),
+        )  # fmt: skip
+    if count // outer < ranks:
+        raise SpecError(
+            f"{name}: H={count // outer} {most}{per} are fewer than {'/'.join(over)}={ranks} ranks",
             str(queries[-1]), mesh=text_of(axes, queries[-1]),
             fix=fitting(name, edges, axes, over, heads, outer, ranks),
         )  # fmt: skip
-    if groups % outer:
+    if "tail" in edges and groups < outer:
         raise SpecError(
-            f"{name}: K={groups} {keys} lie unevenly over {'/'.join(before)}={outer}, and "
-            f"{groups // outer} of them cannot be dealt to {ranks} ranks more",
-            str(queries[-1]), mesh=text_of(axes, queries[-1]),
-            fix=f"{fewer(axes, before, over, heads)}, or {'/'.join(over)}={groups // outer}",
+            f"{name}: K={groups} key heads over {'/'.join(before)}={outer}: value heads are dealt out then, and the "
+            "ends of convolutions are handed on by key heads",
+            str(queries[0]), mesh=text_of(axes, queries[0]), fix=f"{'/'.join(before)}={groups}, or gdn_ulysses",
         )  # fmt: skip
     return True
 
@@ -146,7 +153,7 @@ def _axes_of_heads(spec: Spec) -> tuple[str, ...]:
     return next((atom.axes for atom in spec.atoms if atom.name in ("K", "H")), ())
 
 
-def _by_query_head(spec: Spec) -> Spec:
+def by_query_head(spec: Spec) -> Spec:
     """`(K/u G)` as `H/u`, and `K/u` as `K@H/u`."""
     dims: list[tuple[Atom, ...]] = []
     for dim in spec.dims:

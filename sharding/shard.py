@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,10 @@ from torch import Tensor
 
 from ..functional import tree
 from ..functional.wire import choices_of, edges_of, optional_of
-from . import caches, cores, joining, misfits, rules, shards, whole
+from . import caches, cores, joining, misfits, owned, rules, shards, whole
 from .errors import SpecError
 from .layouts import Layout, compose
 from .mesh import Mesh, constant_axes
-from .ports import Sized
 from .reshard import planned
 from .spec import Spec, parse
 from .wires import LayoutWire
@@ -48,7 +46,7 @@ def shard(fn: Callable[..., Any], layout: Layout, mesh: Mesh, /, **sizes: int) -
     `B|1 S` (0 .. S-1, or within documents, unless given), segment_ids `B S`, mask (boolean, `S S` or `B|1 H|1 S S`)
     and `cu_seqlens`, the boundaries of packed documents, the same in each row. It returns the shard of the result. A
     cache comes in and goes out as the layer's edges `cache_...` lie, that of a decoder layer by layer: by heads where
-    keys or states are met by heads, else whole; where queries stay split there is none. With one, tokens of a gated
+    keys or states are met by heads, else whole; with exchange="needed" there is none. With one, tokens of a gated
     delta net go on from it unless positions are given; a decoder needs them.
 
     A core is told what a shard cannot know, as far as it takes it: q_positions, k_positions, segment_ids (both sides),
@@ -281,10 +279,8 @@ class Sharded:
 
         A tree as `cut` and `sum_gradients` take it. cfg: the parameters' config, which has the sizes.
         """
-        sizes = tree.sizes_of(params, cfg)
-        specs = tree.paths(params.specs())
-        new = {path: Sized(self._of_parameter(text), sizes[path]) for path, text in specs.items()}
-        return tree.replace(params, new)
+        layers = self._kept({"params": params, "cfg": cfg})
+        return owned.specs(params, cfg, layers, self.layout, self.mesh.axes)
 
     # What `simulate` needs.
 
@@ -346,15 +342,6 @@ class Sharded:
             return "... " + " ".join(edges[name][0].split()[at + 1 :])  # one row for all
         return str(spec)
 
-    def _of_parameter(self, text: str) -> Spec:
-        """A parameter's spec with those axes alone that the layout knows of its letters."""
-        spec = parse(text)
-        dims = tuple(
-            tuple(replace(a, axes=tuple(x for x in a.axes if x in self.layout.split(a.name))) for a in dim)
-            for dim in spec.dims
-        )
-        return parse(str(Spec(dims, spec.partial)))
-
     def _of_cache(self, cache: Any, kept: list[caches.Kept]) -> Any:
         """How caches lie, one a layer, when they come in and when they go out."""
         if not isinstance(cache, (tuple, list)):
@@ -367,7 +354,8 @@ class Sharded:
     def out_specs(self, result: Any, cache: Any = None) -> Any:
         """How the result is split: as the last edge that the function passes itself; a cache as it came in."""
         own = [edge for edge in self.declared if "." not in edge] or list(self.declared)
-        text = self.chains[joining.rule_of(self.chains, own[-1]) or ""][-1]
+        found = dict(rules.resolve(self.layout.name, self.layout.chains, self.mesh.axes, self._heads))
+        text = found[joining.rule_of(found, own[-1]) or ""][-1]
 
         # A tuple with names (a routing) holds what belongs to tokens.
         inner = parse(self.chains["x"][0]).dims if "x" in self.chains else ()

@@ -180,12 +180,7 @@ gdn(q=...): (K E) is 12, which 8 does not divide
     )
     assert_expected_inline(
         refused(cfg=config(G=3)),
-        """\
-gdn(v=...): (K G V) is 30 in q but 20 in v
-    q: (K E) D = 12 11
-    v: (K G V) D = 20 11
-                   ^^
-    so far: D=11 G=3 E=6 V=5 W=4 U=3 Y=1 M=42 J=6 I=1 B=2 S=9 K=2""",
+        """gdn: the weights have 4 value and 2 key heads, the config 6 and 2""",
     )
     assert_expected_inline(
         refused(cfg=config(conv_kernel_dim=3)),
@@ -193,7 +188,7 @@ gdn(v=...): (K G V) is 30 in q but 20 in v
 gdn(q_conv=...): W is 3 in the config but 4 in q_conv
     q_conv: (K E) I W = 12 1 4
                              ^
-    so far: D=11 G=2 E=6 V=5 W=3 U=2 Y=1 M=32 J=4 I=1 B=2 S=9 K=2""",
+    so far: D=11 G=2 E=6 V=5 W=3 U=2 Y=1 M=32 J=4 I=1 B=2 S=9 K=2 H=4""",
     )
     of_attention = F.AttentionConfig(hidden_size=11, num_attention_heads=2, num_key_value_heads=2, head_dim=4)
     assert_expected_inline(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from pathlib import Path
 
@@ -20,6 +21,11 @@ from ..sharding.test_recurrent_models import DELTA, KIMI, PLAIN
 UNEVEN = dataclasses.replace(HEADS, num_attention_heads=6, num_key_value_heads=3)
 RING = dataclasses.replace(HEADS, num_attention_heads=8, num_key_value_heads=4, window=6)
 FEW = dataclasses.replace(HEADS, num_attention_heads=8, num_key_value_heads=2, qkv_bias=True)
+SMOL = dataclasses.replace(HEADS, num_attention_heads=9, num_key_value_heads=3, qkv_bias=True)
+TWELVE = dataclasses.replace(HEADS, num_attention_heads=12, num_key_value_heads=3, window=6)
+FIVE = dataclasses.replace(LATENT, num_attention_heads=5)
+ODD = dataclasses.replace(DELTA, num_key_heads=3, num_value_heads=9)
+ODD_KIMI = dataclasses.replace(KIMI, num_key_heads=3, num_value_heads=6)
 dense = sh.ulysses(tp="tp", dp="dp")
 latent = sh.mla_latent(tp="tp", dp="dp")
 hybrid = sh.beside(dense, sh.gdn_ulysses(tp="tp", dp="dp"))
@@ -35,6 +41,9 @@ CASES = [
     (hybrid, {"tp": 2}, ((DELTA, MLP), (PLAIN, MOE))),
     (hybrid, {"tp": 4}, ((DELTA, MLP), (PLAIN, MLP))),
     (kimi, {"tp": 4}, ((KIMI, MLP), (LATENT, MOE))),
+    (dense, {"tp": 4}, ((SMOL, MLP), (TWELVE, MLP))),
+    (kimi, {"tp": 2}, ((ODD_KIMI, MLP), (FIVE, MLP))),
+    (kimi, {"dp": 2, "tp": 4}, ((ODD, MLP), (ODD_KIMI, MLP), (FIVE, MLP))),
 ]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8], [20, 30, 11, 4]]
 OPTIONS = [
@@ -66,7 +75,7 @@ def test_tokens_are_those_of_one_rank(layout, axes, parts):
     one = programs.build(of, compile=False, **SIZES)
     # How a token is chosen knows the mesh and not the layers: of each mesh, all ways once.
     first = next(case for case in CASES if case[1] == axes)
-    some = OPTIONS if first[0] is layout else OPTIONS[:3:2]
+    some = OPTIONS if first[0] is layout and math.prod(axes.values()) <= 4 else OPTIONS[:3:2]
 
     def body(at):
         program = build(of, layout, at)
@@ -82,20 +91,21 @@ def test_tokens_are_those_of_one_rank(layout, axes, parts):
                 torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_rows_end_at_different_lengths_on_different_ranks():
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}], ids=str)
+def test_rows_end_at_different_lengths_on_different_ranks(axes):
     """A row that ends at once on one rank, while others go on past a check; scores of a rank's own rows."""
-    of = made(CASES[2][2])
-    one = programs.build(of, compile=False, **SIZES)
-    first = one.generate(PROMPTS, max_new_tokens=25).tokens
+    of, prompts, sizes = made(CASES[2][2]), [*PROMPTS, [5], [6, 7]], {**SIZES, "batch": 5}
+    one = programs.build(of, compile=False, **sizes)
+    first = one.generate(prompts, max_new_tokens=25).tokens
     ends = {"max_new_tokens": 25, "eos_token_id": [first[2][0]]}
-    want, scores = one.generate(PROMPTS, **ends), one.score(PROMPTS)
-    assert min(want.lengths) == 1
+    want, scores = one.generate(prompts, **ends), one.score(prompts)
+    assert min(want.lengths) == 1 < max(want.lengths)
 
     def body(at):
-        program = build(of, dense, at)
-        return program.generate(PROMPTS, **ends), program.score(PROMPTS), program.ranks.own(3)
+        program = programs.build(of, mesh=at, layout=dense, **sizes)
+        return program.generate(prompts, **ends), program.score(prompts), program.ranks.own(5)
 
-    for found, of_rank, own in sh.Threads(sh.Mesh(dp=2, tp=2)).run(body):
+    for found, of_rank, own in sh.Threads(sh.Mesh(**axes)).run(body):
         assert found.tokens == want.tokens
         torch.testing.assert_close(of_rank, scores[own], rtol=1e-9, atol=1e-9)
 
@@ -207,13 +217,13 @@ def test_what_no_program_runs_over():
         *said(dense, {"dp": 2}, batch),
         *said(dense, {"tp": 2}, undrawn),
         *said(dense, {"tp": 2}, elsewhere),
-        *said(dense, {"tp": 4}, build),  # three key/value heads, which four ranks would need in parts
+        *said(dense, {"tp": 7}, build),  # six query heads
     ]
     assert_expected_inline(
         "\n".join(dict.fromkeys(found)),
         """\
 build(layout=...): ulysses("u", tp="tp") splits tokens over u=2, and a step of decode has one
-    fix: a mesh of tp, and dp for rows, without u
+    fix: prefill_layout=ulysses("u", tp="tp"), and layout=... with rows over these ranks, dp="u"; or call them tp in the mesh: prefill_layout=... of "tp", layout=... with tp="tp"
 build(layout=...): ulysses("u", tp="tp", dp="dp") spread(parameters="dp") keeps parameters in parts over dp, which every step would gather
     fix: the layout without parameters=...
 build(batch=1): fewer rows than the 2 ranks of dp
@@ -222,9 +232,9 @@ generate(top_k=0): without it any of 31 tokens may be drawn, and their logits li
     fix: top_k=50
 build(device="cuda"): no CUDA device is available
     fix: programs.plan(model, device="cuda", arch="sm_90") prints the plan without one
-ulysses("u", tp="tp", dp="dp"): K=3 key/value heads over tp=4, which splits them before
+ulysses("u", tp="tp", dp="dp"): H=6 query heads over tp=7, which splits them before
     B/dp S/u (K/tp G) E
-    mesh: tp=4 dp=1 (not in the mesh) u=1 (not in the mesh)     fix: tp=3""",
+    mesh: tp=7 dp=1 (not in the mesh) u=1 (not in the mesh)     fix: tp=6""",
     )
 
 

@@ -26,13 +26,16 @@ from ..kernels_cuda.two_gpus import FakeMemory, TwoGpus
 from ..sharding import gloo
 from . import test_rank_faults as faults
 from . import test_ranks as ranks
+from . import test_reading as reading
 
 LIMIT = 2.0  # seconds of an exchange, where a rank is slower
 
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [tokens, differing, refused, weights, slow, saved, killed, left_behind], limit=240.0, fresh=True)
+    return gloo.run(
+        4, [tokens, read, differing, refused, weights, slow, saved, killed, left_behind], limit=240.0, fresh=True
+    )
 
 
 def tokens():
@@ -59,6 +62,25 @@ def tokens():
 def test_tokens_are_those_of_one_rank(four):
     for of_rank in four["tokens"]:
         assert of_rank == [True] * 23, of_rank
+
+
+def read():
+    """Whether prompts that are read with their tokens over ranks go on as one rank's."""
+    found = []
+    for case in ("heads become rows", "states by head"):
+        of, record = ranks.made(reading.CASES[case][3]), sh.trace(gloo.mesh_of(**reading.CASES[case][2]))
+        program, one = (
+            reading.build(case, record.mesh, of, chunk=12),
+            programs.build(of, compile=False, **reading.SIZES),
+        )
+        for options in reading.OPTIONS:
+            mine, whole = (p.generate(reading.PROMPTS, max_new_tokens=12, **options) for p in (program, one))
+            found.append(mine.tokens == whole.tokens)
+    return found
+
+
+def test_prompts_read_with_their_tokens_over_ranks(four):
+    assert four["read"] == [[True] * 4] * 4
 
 
 def differing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 
 import pytest
@@ -152,20 +153,26 @@ def test_every_rank_refuses_alike_before_anything_moves():
 
 
 @pytest.mark.parametrize(
-    ("axes", "H", "K"), [({"tp": 2, "u": 2}, 4, 4), ({"tp": 2, "u": 2}, 8, 2), ({"tp": 2, "u": 3}, 12, 4)]
+    ("axes", "H", "K"),
+    [
+        ({"tp": 2, "u": 2}, 4, 4),
+        ({"tp": 2, "u": 2}, 8, 2),
+        ({"tp": 2, "u": 3}, 12, 4),
+        ({"tp": 4}, 9, 3),  # some ranks need two key/value heads, some share one
+        ({"tp": 4, "u": 2}, 8, 2),
+        ({"tp": 2, "u": 2}, 12, 3),
+    ],
 )
 def test_the_local_count_matters(axes, H, K):
     # tp has split the heads before: 4 of 8 heads, or 1 of 2 key/value heads, are what u deals out.
     found = compare(sh.ulysses(tp="tp"), axes, H, K, causal=True)
     assert sum(q for q, _, _ in found) == H
-    assert len(found) == axes["tp"] * axes["u"]
+    assert len(found) == math.prod(axes.values())
 
 
 def test_heads_that_tp_cannot_split():
-    with pytest.raises(SpecError, match=r"K=2 key/value heads over tp=4[\s\S]*fix: tp=2"):
-        sh.shard(F.dot_product_attention, sh.ulysses(tp="tp"), sh.Mesh(tp=4, u=2), S=8, H=8, K=2)
-    with pytest.raises(SpecError, match=r"K=3 key/value heads lie unevenly over tp=2[\s\S]*fix: tp=1, or u=1"):
-        sh.shard(F.dot_product_attention, sh.ulysses(tp="tp"), sh.Mesh(tp=2, u=2), S=8, H=12, K=3)
+    with pytest.raises(SpecError, match=r"H=3 query heads over tp=4, which splits them before[\s\S]*fix: tp=1"):
+        sh.shard(F.dot_product_attention, sh.ulysses(tp="tp"), sh.Mesh(tp=4, u=2), S=8, H=3, K=3)
 
 
 MADE = [sh.ulysses, sh.hybrid, sh.all_gather, sh.mla_latent, sh.mla_packed, sh.mla_gather]

@@ -35,6 +35,10 @@ CASES = [
     ("kimi", sh.beside(sh.mla_latent(), sh.gdn_scan("u")), {"u": 4}),
     ("kimi", sh.beside(sh.mla_latent(tp="tp"), sh.gdn_scan("u", tp="tp")), {"tp": 2, "u": 2}),
     ("kimi", sh.beside(sh.mla_latent(overlap=True), sh.gdn_ulysses(overlap=True)), {"u": 4}),
+    ("few", sh.beside(sh.all_gather(), sh.gdn_scan("g")), {"g": 3}),
+    ("qwen", sh.beside(sh.hybrid(tp="tp"), sh.gdn_scan("g", "u", tp="tp")), {"g": 2, "u": 2, "tp": 2}),
+    ("kimi", sh.beside(sh.mla_gather(tp="tp"), sh.gdn_scan("g", tp="tp")), {"tp": 2, "g": 2}),
+    ("kimi", sh.beside(sh.mla_latent("u", "g"), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
 ]
 B, SLOTS = 2, 16
 
@@ -192,24 +196,18 @@ def test_layouts_that_keep_no_cache():
     said = [
         refused(layout, axes, kind, None)
         for kind, layout, axes in (
-            ("qwen", sh.beside(sh.all_gather(), sh.gdn_scan("g")), {"g": 2}),
-            ("qwen", sh.beside(sh.hybrid(), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
-            ("kimi", sh.beside(sh.mla_latent("u", "g"), sh.gdn_scan("g", "u")), {"g": 2, "u": 2}),
-            ("kimi", sh.beside(sh.mla_gather(), sh.gdn_scan("g")), {"g": 2}),
+            ("qwen", sh.beside(sh.all_gather(exchange="needed"), sh.gdn_scan("g")), {"g": 2}),
+            ("kimi", sh.beside(sh.mla_gather(exchange="needed"), sh.gdn_scan("g")), {"g": 2}),
             ("kimi", sh.beside(sh.mla_packed(), sh.gdn_ulysses()), {"u": 2}),
         )
     ]
     assert_expected_inline(
         "\n".join(said),
         """\
-decoder(cache=...) under a layout: layers[3].attention is of class Attention, and queries of all_gather("g") beside gdn_scan("g") stay split over g, so that a rank has no keys but those that they see
-    fix: ulysses("g"), or no cache
-decoder(cache=...) under a layout: layers[3].attention is of class Attention, and queries of hybrid(ulysses="u", gather="g") beside gdn_scan("g", "u") stay split over g, so that a rank has no keys but those that they see
-    fix: ulysses("u") on a mesh without g, or no cache
-decoder(cache=...) under a layout: layers[2].attention is of class MLA, and queries of mla_latent("u", "g") beside gdn_scan("g", "u") stay split over g, so that a rank has no keys but those that they see
-    fix: mla_latent("u") on a mesh without g, or no cache
-decoder(cache=...) under a layout: layers[2].attention is of class MLA, and queries of mla_gather("g") beside gdn_scan("g") stay split over g, so that a rank has no keys but those that they see
-    fix: mla_latent("g"), or no cache
+decoder(cache=...) under a layout: layers[3].attention is of class Attention, and all_gather("g", exchange="needed") beside gdn_scan("g") sends needed keys alone, so that a rank lacks some of the others
+    fix: exchange="all"
+decoder(cache=...) under a layout: layers[2].attention is of class MLA, and mla_gather("g", exchange="needed") beside gdn_scan("g") sends needed keys alone, so that a rank lacks some of the others
+    fix: exchange="all"
 decoder(cache=...) under a layout: layers[2].attention is of class MLA, and latents of mla_packed("u") beside gdn_ulysses("u") stay split over u, so that no rank has all of them
     fix: mla_latent("u"), or no cache""",
     )
@@ -333,7 +331,7 @@ def test_what_a_cache_adds_to_a_plan():
 def test_plans_of_caches_that_cannot_be():
     sizes, said = {"B": 2, "S": 97, "H": 8, "K": 4, "E": 16, "cache": 128}, []
     for layout, mesh, more in (
-        (sh.all_gather(), sh.Mesh(g=2), {}),
+        (sh.all_gather(exchange="needed"), sh.Mesh(g=2), {}),
         (sh.ulysses(), sh.Mesh(u=2), {"cu_seqlens": [0, 40, 97]}),
         (sh.ulysses(), sh.Mesh(u=2), {"cache": 0}),
     ):
@@ -343,8 +341,8 @@ def test_plans_of_caches_that_cannot_be():
     assert_expected_inline(
         "\n".join(said),
         """\
-plan(cache=128): queries of all_gather("g") stay split over g, so that a rank has no keys but those that they see
-    mesh: g=2     fix: ulysses("g"), or no cache
+plan(cache=128): all_gather("g", exchange="needed") sends needed keys alone, so that a rank lacks some of the others
+    mesh: g=2     fix: exchange="all"
 plan(cu_seqlens=...) with a cache
     fix: give each document a row of the cache
 plan(cache=0): how many slots it has, at least 1""",

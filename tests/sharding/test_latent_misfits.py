@@ -229,10 +229,10 @@ positions with exchange="needed": the keys that a query needs are worked out fro
 
 def test_arguments_that_a_layout_has_no_place_for():
     assert_expected_inline(
-        refused(sh.mla_gather(), {"g": 2}, cache=object()),
+        refused(sh.mla_gather(exchange="needed"), {"g": 2}, cache=object()),
         """\
-mla(cache=...) under a layout: queries of mla_gather("g") stay split over g, so that a rank has no keys but those that they see
-    fix: mla_latent("g"), or no cache""",
+mla(cache=...) under a layout: mla_gather("g", exchange="needed") sends needed keys alone, so that a rank lacks some of the others
+    fix: exchange="all\"""",
     )
     assert_expected_inline(
         refused(sh.mla_gather(), {"g": 2}, wire=object()),

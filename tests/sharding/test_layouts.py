@@ -65,7 +65,7 @@ hybrid(ulysses="u", gather="g", tp="tp", dp="dp", overlap=True)
   q_segment_ids  B/dp S -> B/dp S/g                                              whole on every rank, then a slice
   mask           B/dp (K G) S T -> B/dp (K/tp/u G) S T -> B/dp (K/tp/u G) S/g T  whole on every rank, then a slice
   sinks          (K/tp G) -> (K/tp/u G)                                          a slice
-  h, logits, tokens, targets, weights, rope, rope_positions, loss: stay as they come
+  h, logits, tokens, targets, weights, rope, rope_positions, loss, cache_k, cache_v: stay as they come
   k_positions, k_segment_ids: whole on every rank""",
     )
 

@@ -144,16 +144,16 @@ gdn_ulysses("u", tp="tp"): H=2 value heads (4 over tp=2) are fewer than u=3 rank
     assert_expected_inline(
         refused(sh.gdn_scan(tp="tp"), {"tp": 3, "cp": 2}),
         """\
-gdn_scan("cp", tp="tp"): K=2 key heads over tp=3, which splits them before
+gdn_scan("cp", tp="tp"): K=2 key heads over tp=3: value heads are dealt out then, and the ends of convolutions are handed on by key heads
     B S/cp (K/tp G) V
-    mesh: tp=3 cp=2     fix: tp=2""",
+    mesh: tp=3 cp=2     fix: tp=2, or gdn_ulysses""",
     )
     assert_expected_inline(
-        refused(sh.gdn_ulysses(tp="tp"), {"tp": 2, "u": 2}, cfg=cases.config(num_key_heads=3, num_value_heads=6)),
+        refused(sh.gdn_ulysses(tp="tp"), {"tp": 4}, cfg=cases.config(num_value_heads=8, interleaved=True)),
         """\
-gdn_ulysses("u", tp="tp"): K=3 key heads lie unevenly over tp=2, and 1 of them cannot be dealt to 2 ranks more
-    B S (K/tp/u G) V
-    mesh: tp=2 u=2     fix: tp=1, or u=1""",
+gdn_ulysses("u", tp="tp"): ba has its rows by key heads, K=2 of J=8 rows each, and tp=4 ranks would need parts of one
+    (K/tp J) D
+    mesh: tp=4     fix: tp=2 at most""",
     )
 
 

@@ -14,13 +14,14 @@ from meshfn.sharding import SpecError
 from . import test_latent_models as models
 from .test_latent_models import HEADS, LATENT, MLP, MOE
 from .test_peak import Watch, Watched
-from .test_whole_models import DELTA, FEW, GATED
+from .test_whole_models import DELTA, FEW, GATED, SHARED
 
 CASES = [
     (sh.spread(sh.ulysses(dp="dp", tp="tp", overlap=True), parameters="dp"), {"dp": 2, "tp": 2}, ((HEADS, MLP),)),
     (sh.spread(sh.beside(sh.all_gather(dp="dp"), sh.gdn_scan("g", dp="dp")), parameters="dp"), {"dp": 2, "g": 2},
      ((DELTA, FEW), (GATED, MLP))),
     (sh.spread(sh.mla_latent(), experts="ep"), {"u": 2, "ep": 2}, ((LATENT, MOE),)),
+    (sh.ulysses(tp="tp"), {"tp": 4}, ((SHARED, MLP),)),
 ]  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def stepped(layout, axes, parts, S, B, **told):
     return plan, record, sh.Threads(mesh).run(body)
 
 
-@pytest.mark.parametrize(("layout", "axes", "parts"), CASES, ids=["dense", "hybrid", "experts"])
+@pytest.mark.parametrize(("layout", "axes", "parts"), CASES, ids=["dense", "hybrid", "experts", "shared"])
 def test_a_step_is_what_a_trace_has(layout, axes, parts):
     told = {"cu_seqlens": (0, 3, 4, 15, 23)} if "g" in axes else {}
     plan, record, held = stepped(layout, axes, parts, S=23, B=5, **told)

@@ -21,6 +21,7 @@ equal = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 DELTA = gdn_cases.config(num_key_heads=2, num_value_heads=4, norm=NORM)
 GATED = dataclasses.replace(HEADS, num_attention_heads=4, output_gate=True, sinks=False)
+SHARED = dataclasses.replace(HEADS, num_attention_heads=9, num_key_value_heads=3, qkv_bias=True)
 FEW = dataclasses.replace(MOE, num_experts=3, scoring_func="sigmoid", norm_topk_prob=True)
 DENSE, EXPERTS, HYBRID = ((HEADS, MLP), (HEADS, MLP)), ((LATENT, MLP), (LATENT, MOE)), ((DELTA, FEW), (GATED, MLP))
 
@@ -84,6 +85,30 @@ def test_a_vocabulary_in_parts(tied):
         for given in ((strange, cfg, targets), (ids, cfg, strange)):
             with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
                 sh.simulate(model, mesh)(params, *given)
+
+
+def test_key_value_heads_that_some_ranks_share():
+    """Nine query heads and three key/value heads over four ranks, one of which reads two of them; and value heads."""
+    layout, mesh = sh.beside(sh.ulysses(**tp, **dp), sh.gdn_ulysses(**tp, **dp)), sh.Mesh(dp=2, tp=4)
+    cfg, params = models.model((SHARED, MLP), (gdn_cases.config(num_key_heads=3, num_value_heads=6, norm=NORM), MLP))
+    ids, leaves = torch.randint(0, 31, (3, 9)), F.tree.leaves(params)
+    model = sh.shard(F.next_token_loss, layout, mesh, S=9)
+    specs, where = model.specs(params, cfg), layout["tokens"][0]
+
+    def body(at):
+        mine = F.tree.map(lambda t: t.detach().requires_grad_(), sh.cut(params, specs, at))
+        rows = sh.cut(ids, where, at)
+        total, _ = model(mine, rows, cfg, rows, mesh=at)
+        grads = torch.autograd.grad(sh.counted_once(total, where, at), F.tree.leaves(mine))
+        shapes = [tuple(x.shape) for x in (mine.layers[0].attention.q, mine.layers[0].attention.k)]
+        return shapes, sh.sum_gradients(F.tree.unflatten(F.tree.structure(mine), grads), specs, at)
+
+    total, _ = F.next_token_loss(params, ids, cfg, ids)
+    right = F.tree.unflatten(F.tree.structure(params), torch.autograd.grad(total, leaves))
+    found = sh.Threads(mesh).run(body)
+    for rank, (_, grads) in enumerate(found):
+        equal(F.tree.leaves(grads), F.tree.leaves(sh.cut(right, specs, mesh.at(rank, object()))))
+    assert [(q[0] // 4, k[0] // 4) for (q, k), _ in found[:4]] == [(3, 1), (2, 1), (2, 2), (2, 1)]
 
 
 def test_a_block_gathers_its_parameters_again_where_it_is_recomputed():
