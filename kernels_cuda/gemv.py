@@ -19,7 +19,7 @@ from .launch import Launch
 from .ops import Op, composite, define, vector_length
 from .rules import CPP_TYPES, NORMS, arch_rule, as_rows, by_rows, check_dtype, check_rows, dtype_rule, tokens_of
 
-__all__ = ["MOST_TOKENS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
+__all__ = ["MOST_TOKENS", "MOST_WEIGHTS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
 
 # With more, a product by tensor cores reads a weight as fast.
 MOST_TOKENS = 8

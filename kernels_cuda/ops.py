@@ -78,16 +78,34 @@ def define(op: Op) -> Callable[..., Any]:
     """Register `torch.ops.meshfn_cuda.<op.name>` and return a function of the same arguments that calls it, and that
     `torch.func` can transform; of an op that writes in place the overload itself."""
     OPS[op.name] = op
-    name = f"{NAMESPACE}::{op.name}"
-    _library.define(op.name + torch.library.infer_schema(op.reference, mutates_args=op.mutates))
+    opaque = _opaque(op.name, op.reference, op.outputs, op.mutates)
     _library.impl(op.name, lambda *args, **kwargs: op.run(_on_gpu, *args, **kwargs), "CUDA")
-    torch.library.register_fake(name, op.outputs, lib=_library)
-    opaque: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), op.name).default
-    if op.mutates:
-        return opaque
-    torch.library.register_autograd(name, _backward(op), setup_context=_keep, lib=_library)
-    function = _differentiable(op, opaque)
-    signature = inspect.signature(op.reference)
+    return opaque if op.mutates else _transformable(op.name, op.reference, opaque)
+
+
+def define_composed(
+    name: str, reference: Callable[..., Any], outputs: Callable[..., Any], compute: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`define` of what launches nothing of its own: compute calls torch, on every device."""
+    opaque = _opaque(name, reference, outputs, ())
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    return _transformable(name, reference, opaque)
+
+
+def _opaque(
+    name: str, reference: Callable[..., Any], outputs: Callable[..., Any], mutates: tuple[str, ...]
+) -> Callable[..., Any]:
+    _library.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", outputs, lib=_library)
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+def _transformable(name: str, reference: Callable[..., Any], opaque: Callable[..., Any]) -> Callable[..., Any]:
+    backward = _backward(reference)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=_keep, lib=_library)
+    function = _differentiable(reference, opaque)
+    signature = inspect.signature(reference)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_functional():  # no gradient is taken there, and torch has no rule for an `autograd.Function`
@@ -97,14 +115,16 @@ def define(op: Op) -> Callable[..., Any]:
     return call
 
 
-def composite(primitive: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Register `torch.ops.meshfn_cuda.<primitive>`, made of other ops, with the arguments of the primitive."""
-    schema = getattr(getattr(torch.ops, PLAIN), primitive).default._schema
-    _library.define(str(schema).partition("::")[2])
-    _library.impl(primitive, fn, "CompositeImplicitAutograd")
+def composite(primitive: str, fn: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+    """Register `torch.ops.meshfn_cuda.<name>`, the primitive's unless given, made of other ops, with the arguments of
+    the primitive."""
+    name = name or primitive
+    schema = str(getattr(getattr(torch.ops, PLAIN), primitive).default._schema).partition("(")[2]
+    _library.define(f"{name}({schema}")
+    _library.impl(name, fn, "CompositeImplicitAutograd")
     # Where a transform of torch.func takes a call over: below this key its own functions are not found any more.
-    _library.impl(primitive, fn, "FuncTorchDynamicLayerFrontMode")
-    overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
+    _library.impl(name, fn, "FuncTorchDynamicLayerFrontMode")
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload
 
 
@@ -136,7 +156,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: M
     ctx.options = keyword_only_inputs
 
 
-def _backward(op: Op) -> Callable[..., Any]:
+def _backward(reference: Callable[..., Any]) -> Callable[..., Any]:
     """The plain function's, of the inputs that need one; nothing of the forward is kept but its inputs."""
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -150,7 +170,7 @@ def _backward(op: Op) -> Callable[..., Any]:
             given = list(inputs)
             for i, x in zip(wanted, some, strict=True):
                 given[i] = x
-            out = op.reference(*given, **ctx.options)
+            out = reference(*given, **ctx.options)
             out = out if isinstance(out, tuple) else (out,)
             numbers[:] = [x.is_floating_point() for x in out]
             return tuple(itertools.compress(out, numbers))
@@ -165,9 +185,9 @@ def _backward(op: Op) -> Callable[..., Any]:
     return backward
 
 
-def _differentiable(op: Op, opaque: Callable[..., Any]) -> Any:
+def _differentiable(reference: Callable[..., Any], opaque: Callable[..., Any]) -> Any:
     """The op as an `autograd.Function`: what torch registers for an op is no such function as `torch.func` needs."""
-    plain_backward = _backward(op)
+    plain_backward = _backward(reference)
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -186,7 +206,7 @@ def _differentiable(op: Op, opaque: Callable[..., Any]) -> Any:
         def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
             """The plain function: the op would be called once for each sample."""
             given = args[:-1]
-            out = torch.vmap(lambda *some: op.reference(*some, **args[-1]), in_dims[:-1])(*given)
+            out = torch.vmap(lambda *some: reference(*some, **args[-1]), in_dims[:-1])(*given)
             return out, (0,) * len(out) if isinstance(out, tuple) else 0
 
     return Function

@@ -1,5 +1,6 @@
 """Load a checkpoint, build a program of it, generate, and train the weights that it reads."""
 
+from .beside import side_by_side
 from .build import build, plan
 from .generate import Generation, Timings
 from .kernel import Call, Kernel
@@ -30,5 +31,6 @@ __all__ = [
     "restore_shards",
     "save",
     "save_shards",
+    "side_by_side",
     "train_step",
 ]

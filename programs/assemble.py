@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..functional import Decoder, DecoderConfig, TreeError, tree
+from .beside import groups, lay
 from .checkpoint import listed
 from .families import Family
 from .pieces import Piece, pieces
@@ -48,7 +49,7 @@ def assemble(
     """The config and the pytree of some layers (all unless given). Every fault is found before a tensor is read.
 
     What the source has in one tensor is that tensor, or views of it. What it has in pieces is joined in one storage as
-    it is read, piece by piece.
+    it is read, piece by piece. On a GPU weights that read one input lie side by side.
     """
     count = len(cfg.layers)
     kept = range(count) if layers is None else layers
@@ -85,7 +86,10 @@ def assemble(
                 into.copy_(source.read(piece.name, keep_fp32))
                 row += rows
         new |= dict(zip(paths, leaves, strict=True))
-    return cfg, tree.replace(Decoder.abstract(cfg), new)
+    params = Decoder.abstract(cfg)
+    if source.device.type == "cuda":
+        lay(new, groups(params))
+    return cfg, tree.replace(params, new)
 
 
 def _storage(parts: Sequence[Piece], shape: tuple[int, ...], source: Source, keep_fp32: bool) -> Tensor:

@@ -25,14 +25,14 @@ from torch import fx
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .dynamo import op_name, same_memory, value_of, writes_to
 
-__all__ = ["Taken", "args_of", "arguments_of", "call_before", "is_primitive", "join"]
+__all__ = ["NORM_OPTIONS", "Taken", "args_of", "arguments_of", "call_before", "free_name", "is_primitive", "join"]
 
 # The place in the table of the kernel that takes a primitive's node, None without one.
 Taken = Callable[[fx.Node], int | None]
 
 # `x += y` is none of them: whoever else holds x sees the sum.
 _ADDS = (operator.add, torch.add)
-_NORM_OPTIONS = ("norm_type", "eps", "zero_centered", "scale_in_fp32")
+NORM_OPTIONS = ("norm_type", "eps", "zero_centered", "scale_in_fp32")
 
 
 def join(graph: fx.Graph, taken: Taken) -> bool:
@@ -117,7 +117,7 @@ def _add_norm(add: fx.Node, taken: Taken) -> bool:
     norm = [node for node in (weight, bias) if node is not None]
     if not all(node < add for node in norm) or _written(add, user, [add, *norm]):
         return False
-    options = {name: given[name] for name in _NORM_OPTIONS if name in given}
+    options = {name: given[name] for name in NORM_OPTIONS if name in given}
     values = (value_of(add), value_of(add))
     new = call_before(add, "add_norm", (*add.args, weight, bias), values, options)
     if taken(new) is None:
@@ -127,19 +127,24 @@ def _add_norm(add: fx.Node, taken: Taken) -> bool:
         normed = add.graph.call_function(operator.getitem, (new, 0))
         total = add.graph.call_function(operator.getitem, (new, 1))
     normed.meta["example_value"] = total.meta["example_value"] = value_of(add)
-    names = {node.name for node in add.graph.nodes}
-    normed.name = next(name for i in itertools.count() if (name := f"normed_{i}" if i else "normed") not in names)
+    normed.name = free_name(add.graph, "normed")
     total.name = add.name
     add.replace_all_uses_with(total)
     if plain:
         user.replace_all_uses_with(normed)
         user.graph.erase_node(user)
     else:
-        left = {name: given[name] for name in given if name not in (*_NORM_OPTIONS, "norm_bias")}
+        left = {name: given[name] for name in given if name not in (*NORM_OPTIONS, "norm_bias")}
         bound = _signature(user).bind(**{**left, "x": normed, "norm_weight": None})
         user.args, user.kwargs = bound.args, bound.kwargs
     add.graph.erase_node(add)
     return True
+
+
+def free_name(graph: fx.Graph, name: str) -> str:
+    """The name, with a number where another node has it."""
+    names = {node.name for node in graph.nodes}
+    return next(free for i in itertools.count() if (free := f"{name}_{i}" if i else name) not in names)
 
 
 def _normalises(user: fx.Node, x: fx.Node) -> bool:

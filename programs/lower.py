@@ -23,6 +23,7 @@ from .join import arguments_of, join
 from .join_cache import join_cache
 from .join_gdn import join_gdn
 from .kernel import Call, Kernel
+from .part import part
 from .sizes import Target
 
 __all__ = ["KERNELS", "choose", "join_all", "lower", "primitive_name", "share_read", "walk", "with_table", "writer_of"]
@@ -123,7 +124,8 @@ def walk(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...]) -> None:
-    """Make the larger primitives of which a kernel computes more at once, within `graph` and its regions."""
+    """Make the larger primitives of which a kernel computes more at once, and parts of what none computes whole, within
+    `graph` and its regions."""
     served = {kernel.primitive for kernel in kernels}
 
     names = [kernel.name for kernel in kernels]
@@ -135,6 +137,7 @@ def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...])
     for each in {node.graph for node in walk(graph)}:
         if "gdn_step" in served:
             join_gdn(each)
+        part(each, taken)
         if served.isdisjoint(("linear_add", "add_norm", "qkv_rope_cache")):
             continue
         while join(each, taken) or join_cache(each, taken):

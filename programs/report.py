@@ -18,6 +18,7 @@ from ..functional.cache import Cache
 from ..functional.mla import is_absorbed
 from ..kernels_cuda import sample_options
 from . import dynamo
+from .beside import beside_text
 from .graph import Graph, LeafPaths, shape_text
 from .kernel import Kernel
 from .launches import launch_notes
@@ -146,7 +147,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         inputs = sizes.idle(name, model.config, target.dtype, "meta")
         found = phase_plan(name, steps[name], params, caches, inputs, sizes, target, kernels, in_place=compiled)
         ways = _ways(model.config, sizes, sizes.chunk if name == "prefill" else 1, target.dtype)
-        phases[name] = dataclasses.replace(found, notes=(*ways, *found.notes))
+        phases[name] = dataclasses.replace(found, notes=(*ways, *found.notes, *_beside(found, model.params, moved)))
     return Plan(
         model=model.name,
         target=target,
@@ -198,6 +199,12 @@ def phase_plan(
     blocks = tuple(Reader(graph, target, tuple(kernels), in_place).blocks())
     left = lower(graph.module, target, tuple(kernels))
     return PhasePlan(name, header, launch_notes(graph, target, kernels), blocks, left, graph)
+
+
+def _beside(phase: PhasePlan, params: F.Decoder, moved: set[str]) -> tuple[str, ...]:
+    """A line where some products with several weights may be one."""
+    here = any(row.kernel == "one_product" for block in phase.blocks for row in block.rows)
+    return (beside_text(params, moved),) if here else ()
 
 
 def cache_text(caches: Sequence[Cache]) -> str:

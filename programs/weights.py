@@ -10,6 +10,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from .. import functional as F
 from ..functional import tree
+from .beside import groups, lay
 from .steps import packed
 
 __all__ = ["Weights", "computed_dtype"]
@@ -54,6 +55,8 @@ class Weights:
             if not self._here(path, leaf):
                 # In the order in which it lies, without the gaps of a view.
                 self._converted[path] = torch.empty_like(leaf, dtype=self._dtypes[path], device=self._device)
+        if self._device.type == "cuda":
+            lay(self._converted, [each for each in groups(self.params) if self._converted.keys() >= set(each)])
 
     def refresh(self) -> None:
         """Bring the converted copies up to date, where they lie. All of them: a version counter would tell which leaf

@@ -86,12 +86,13 @@ def test_batch_64():
     assert_expected_inline(
         rows(usual(64)),
         """\
-q k v        norm_linear compiler (gemv: 64 tokens, at most 8)
-out_BSD      norm_linear compiler (gemv: 64 tokens, at most 8)
+normalize    normalize   compiler (no cuda kernel)
+q k v        norm_linear one_product
+out_BSD      norm_linear compiler (gemv: 64 tokens, at most 8; one_product: 1 weight, only 2 to 6)
 normed x_BSD add_norm    add_rms_norm
-h_BSF        gated_mlp   compiler (gemv: 64 tokens, at most 8)
-out_BSD      norm_linear compiler (gemv: 64 tokens, at most 8)
-logits_Z     norm_linear compiler (gemv: 64 tokens, at most 8)""",
+gate up      norm_linear one_product
+out_BSD      norm_linear compiler (gemv: 64 tokens, at most 8; one_product: 1 weight, only 2 to 6)
+logits_Z     norm_linear compiler (gemv: 64 tokens, at most 8; one_product: 1 weight, only 2 to 6)""",
     )
 
 
@@ -99,11 +100,12 @@ def test_prefill():
     assert_expected_inline(
         rows(usual(), "prefill"),
         """\
-q k v        norm_linear compiler (gemv: 32 tokens, at most 8)
-out_BSD      norm_linear compiler (gemv: 32 tokens, at most 8)
+normalize    normalize   compiler (no cuda kernel)
+q k v        norm_linear one_product
+out_BSD      norm_linear compiler (gemv: 32 tokens, at most 8; one_product: 1 weight, only 2 to 6)
 normed x_BSD add_norm    add_rms_norm
-h_BSF        gated_mlp   compiler (gemv: 32 tokens, at most 8)
-out_BSD      norm_linear compiler (gemv: 32 tokens, at most 8)
+gate up      norm_linear one_product
+out_BSD      norm_linear compiler (gemv: 32 tokens, at most 8; one_product: 1 weight, only 2 to 6)
 logits_Z     norm_linear gemv""",
     )
 
@@ -113,9 +115,9 @@ def test_float64_and_older_devices():
     assert_expected_inline(
         "\n".join(lines),
         """\
-gated_mlp compiler (gemv: no float64), norm_linear compiler (gemv: no float64)
-gated_mlp compiler (gemv: sm_75 is older than sm_80), norm_linear compiler (gemv: sm_75 is older than sm_80)
-gated_mlp compiler (gemv: no architecture is named), norm_linear compiler (gemv: no architecture is named)""",
+normalize compiler (no cuda kernel), norm_linear one_product, norm_linear compiler (gemv: no float64; one_product: 1 weight, only 2 to 6)
+gated_mlp compiler (gemv: sm_75 is older than sm_80), norm_linear compiler (gemv: sm_75 is older than sm_80; one_product: sm_75 is older than sm_80)
+gated_mlp compiler (gemv: no architecture is named), norm_linear compiler (gemv: no architecture is named; one_product: no architecture is named)""",
     )
 
 
@@ -165,7 +167,7 @@ gelu: gated_mlp gemv, linear_add gemv
 gelu_pytorch_tanh: gated_mlp gemv, linear_add gemv
 relu2: gated_mlp gemv, linear_add gemv
 plain: plain_mlp gemv, linear_add gemv
-layer norm: gated_mlp compiler (gemv: a layer_norm in front), linear_add gemv
+layer norm: normalize compiler (no cuda kernel), norm_linear gemv, linear_add gemv
 no norm in front: gated_mlp gemv, linear_add gemv
 norm behind: gated_mlp gemv, norm_linear gemv, normalize compiler (no cuda kernel)
 1 + w: gated_mlp gemv, linear_add gemv""",
@@ -185,7 +187,7 @@ def test_weights_that_lie_otherwise():
         rows(plan(decoder(change=by_columns), dtype=None)),
         """\
 q k v        norm_linear gemv
-out_BSD      norm_linear compiler (gemv: weights by columns)
+out_BSD      norm_linear compiler (gemv: weights by columns; one_product: 1 weight, only 2 to 6)
 normed x_BSD add_norm    add_rms_norm
 h_BSF        gated_mlp   compiler (gemv: weights by columns)
 x_BSD        linear_add  gemv
