@@ -17,6 +17,7 @@ from . import (
     gemv,
     mla_decode,
     one_product,
+    peers,
     qkv_rope_cache,
     sample_advance,
     sample_options,
@@ -36,6 +37,7 @@ __all__ = [
     "Serves",
     "compile_kernel",
     "missing",
+    "peers",
     "sample_options",
 ]
 

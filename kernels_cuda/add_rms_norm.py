@@ -15,7 +15,7 @@ from .. import functional as F
 from ..functional.shapes import ShapeError, check_shapes
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, as_rows, by_rows, check_dtype, check_rows, dtype_rule
+from .rules import CPP_TYPES, arch_rule, as_rows, by_rows, check_dtype, check_norm, check_rows, dtype_rule
 
 __all__ = ["add_norm", "supports"]
 
@@ -82,13 +82,14 @@ def _add_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    bias: None = None,
+    bias: Tensor | None = None,
     *,
     norm_type: str = "rms_norm",
     eps: float = 1e-5,
     zero_centered: bool = False,
     scale_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    check_norm("add_rms_norm", norm_type, bias=bias)
     if x.shape != residual.shape:
         raise ShapeError(
             f"add_rms_norm(residual=...): it is {tuple(residual.shape)}, and x {tuple(x.shape)}\n"

@@ -89,6 +89,14 @@ template <class T, int N> __device__ __forceinline__ Vec<T, N> numbers_of(Bits<T
   return both.numbers;
 }
 
+template <class T, int N> __device__ __forceinline__ Bits<T, N> bits_of(const Vec<T, N>& numbers) {
+  union {
+    Vec<T, N> numbers;
+    Bits<T, N> bits;
+  } both = {numbers};
+  return both.bits;
+}
+
 template <int N, class T> __device__ __forceinline__ Vec<T, N> load_once(const T* p) {
   return numbers_of<T, N>(load_bits_once<N>(p));
 }

@@ -48,13 +48,14 @@ class Cubin:
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled here, with what to install; None where it can."""
+    """Why nothing can be compiled here (a package, the library or its headers are not there), with what to install;
+    None where it can."""
     try:
         import cuda.core  # noqa: F401
-        from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:
+        if not _brings_headers():
+            wheel_headers()
+    except (ImportError, OSError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"NVRTC is not here ({first})\n    fix: pip install 'meshfn[cuda]'"
     return None
@@ -63,6 +64,8 @@ def missing() -> str | None:
 def compile_kernel(source: str, name: str, arch: str, *, cache: Path | None = None) -> Cubin:
     """source: a file of this folder. name: the kernel as C++ calls it, such as "gemv<bf16, 8, 1, 2>". arch: "sm_90".
     cache: the folder of cubins, the user's unless given. Raises `CompileError`, and `RuntimeError` without NVRTC."""
+    if (problem := missing()) is not None:
+        raise RuntimeError(f"compile_kernel({name}): {problem}")
     folder = _cache_folder() if cache is None else cache
     path = folder / f"{_key(source, name, arch)}.cubin"
     kept = _read(path)
@@ -82,13 +85,10 @@ def compile_kernel(source: str, name: str, arch: str, *, cache: Path | None = No
 
 
 def _build(source: str, name: str, arch: str) -> Cubin:
-    if (problem := missing()) is not None:
-        raise RuntimeError(f"compile_kernel({name}): {problem}")
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    # From 13.3 on NVRTC has the toolkit's headers in itself; torch brings an older one along.
-    bundled = tuple(map(int, _version().split("."))) >= (13, 3)
+    bundled = _brings_headers()
     folders = [HERE] if bundled else [HERE, *wheel_headers()]
     include = {"include_path": tuple(map(str, folders)), "use_bundled_headers": bundled}
     options = ProgramOptions(arch=arch, name=source, **_OPTIONS, **include)
@@ -131,10 +131,13 @@ def _text(source: str) -> str:
     return "\0".join(path.read_text() for path in (HERE / source, *headers))
 
 
+def _brings_headers() -> bool:
+    """From 13.3 on NVRTC has the toolkit's headers in itself; torch brings an older one along."""
+    return tuple(map(int, _version().split("."))) >= (13, 3)
+
+
 @functools.cache
 def _version() -> str:
-    if (problem := missing()) is not None:
-        raise RuntimeError(problem)
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()

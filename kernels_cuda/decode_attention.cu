@@ -17,23 +17,30 @@ constexpr int WARPS = THREADS / 32;
 constexpr int TILE = 32;        // slots, one a lane where a softmax is taken
 constexpr int MOST_SPLITS = 128;
 
-// Of how many steps the loads are in flight: as many as there are registers for, beside those of the queries.
-__device__ constexpr int steps_ahead(int lanes, int each, int queries) {
-  const int steps = (queries > 4 ? 4 : 8) / each;
+// Blocks that a multiprocessor holds at once, by the registers of a thread: 128 for 4 blocks, 168 for 3, 255 for 2, of
+// which queries and sums take 16 a query. More blocks hide what a tile takes beside its loads: sums over lanes, exp.
+template <int QUERIES> constexpr int TOGETHER = QUERIES > 4 ? 2 : QUERIES > 2 ? 3 : 4;
+
+// Of how many steps the loads are in flight: of so many loads as those registers hold beside, 4 each. At 512 bytes a
+// warp's load, of keys and values a multiprocessor has 128 KiB under way with 4 blocks, 72 with 3 and 32 with 2; an
+// H200's memory brings it 36 KB in a microsecond, and answers in less.
+__device__ constexpr int steps_ahead(int lanes, int each, int loads) {
+  const int steps = loads / each;
   return steps < 1 ? 1 : steps < lanes ? steps : lanes;
 }
 
 // T: of all tensors. VEC: numbers a load. QUERIES: that read a key, or more. A key is read by K_LANES lanes, K_EACH loads
 // each, a value by V_LANES and V_EACH.
 template <class T, int VEC, int QUERIES, int K_LANES, int K_EACH, int V_LANES, int V_EACH>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(THREADS, TOGETHER<QUERIES>)
     decode_attention(const T* q, long long q_row, long long q_token, long long q_head, const T* k, long long k_row,
                      long long k_slot, long long k_head, const T* v, long long v_row, long long v_slot, long long v_head,
                      const long long* q_positions, long long q_positions_row, long long q_positions_token,
                      const long long* k_positions, long long k_positions_row, long long k_positions_slot, const T* gate,
                      long long gate_row, long long gate_token, long long gate_head, const T* sinks, T* out, float2* partial_softmax, float* partial, unsigned* arrived, int slots, int tokens,
                      int groups, int k_width, int v_width, int causal, int window, float scale, float softcap) {
-  constexpr int K_AHEAD = steps_ahead(K_LANES, K_EACH, QUERIES), V_AHEAD = steps_ahead(V_LANES, V_EACH, QUERIES);
+  constexpr int K_AHEAD = steps_ahead(K_LANES, K_EACH, QUERIES > 4 ? 4 : 8),
+                V_AHEAD = steps_ahead(V_LANES, V_EACH, QUERIES > 2 ? 4 : 8);
   constexpr int K_STEP = 32 / K_LANES, V_STEP = 32 / V_LANES;  // slots a step
   // Scores that a lane holds once they are dealt out, and how many lanes hold the same.
   constexpr int DEALT = QUERIES > K_LANES ? QUERIES / K_LANES : 1, ALIKE = K_LANES / (QUERIES / DEALT);
@@ -110,7 +117,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     const unsigned there = __ballot_sync(ALL_LANES, seen);
     if (there == 0) continue;
 
-    Vec<T, VEC> found[V_AHEAD][V_EACH];
+    Bits<T, VEC> found[V_AHEAD][V_EACH];
     auto fetch_values = [&](int from) {
 #pragma unroll
       for (int a = 0; a < V_AHEAD; a++) {
@@ -118,9 +125,9 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
         for (int e = 0; e < V_EACH; e++) {
           const int channel = (e * V_LANES + v_lane) * VEC;
-          found[a][e] = zeros;
+          found[a][e] = {};
           if (there >> t & 1 && channel < v_width)
-            found[a][e] = load_once<VEC>(v + (tile * TILE + t) * v_slot + channel);
+            found[a][e] = load_bits_once<VEC>(v + (tile * TILE + t) * v_slot + channel);
         }
       }
     };
@@ -128,20 +135,23 @@ __global__ void __launch_bounds__(THREADS, 2)
     fetch_values(0);  // on their way while scores are taken
 #pragma unroll 1
     for (int from = 0; from < K_LANES; from += K_AHEAD) {
-      Vec<T, VEC> keys[K_AHEAD][K_EACH];
+      Bits<T, VEC> keys[K_AHEAD][K_EACH];
 #pragma unroll
       for (int a = 0; a < K_AHEAD; a++) {
         const int t = (from + a) * K_STEP + lane / K_LANES;
 #pragma unroll
         for (int e = 0; e < K_EACH; e++) {
           const int channel = (e * K_LANES + k_lane) * VEC;
-          keys[a][e] = zeros;
+          keys[a][e] = {};
           if (there >> t & 1 && channel < k_width)
-            keys[a][e] = load_once<VEC>(k + (tile * TILE + t) * k_slot + channel);
+            keys[a][e] = load_bits_once<VEC>(k + (tile * TILE + t) * k_slot + channel);
         }
       }
 #pragma unroll
       for (int a = 0; a < K_AHEAD; a++) {
+        Vec<T, VEC> key[K_EACH];
+#pragma unroll
+        for (int e = 0; e < K_EACH; e++) key[e] = numbers_of<T, VEC>(keys[a][e]);
         float score[QUERIES];
         int first;
 #pragma unroll
@@ -151,7 +161,7 @@ __global__ void __launch_bounds__(THREADS, 2)
           for (int e = 0; e < K_EACH; e++) {
 #pragma unroll
             for (int j = 0; j < VEC; j++)
-              score[i] = fmaf(query[i][e * VEC + j], wide(keys[a][e].at[j]), score[i]);
+              score[i] = fmaf(query[i][e * VEC + j], wide(key[e].at[j]), score[i]);
           }
         }
         deal_sums<QUERIES, K_LANES>(score, first);
@@ -183,6 +193,9 @@ __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
       for (int a = 0; a < V_AHEAD; a++) {
         const int t = (from + a) * V_STEP + lane / V_LANES;
+        Vec<T, VEC> value[V_EACH];
+#pragma unroll
+        for (int e = 0; e < V_EACH; e++) value[e] = numbers_of<T, VEC>(found[a][e]);
 #pragma unroll
         for (int i = 0; i < QUERIES; i++) {
           const float weight = weights[warp][i][t];
@@ -190,7 +203,7 @@ __global__ void __launch_bounds__(THREADS, 2)
           for (int e = 0; e < V_EACH; e++) {
 #pragma unroll
             for (int j = 0; j < VEC; j++)
-              sum[i][e * VEC + j] = fmaf(weight, wide(found[a][e].at[j]), sum[i][e * VEC + j]);
+              sum[i][e * VEC + j] = fmaf(weight, wide(value[e].at[j]), sum[i][e * VEC + j]);
           }
         }
       }

@@ -15,11 +15,21 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ..functional.shapes import ShapeError, check_shapes
+from ..functional.shapes import ShapeError, check_positive, check_scale, check_shapes
 from .device import counters
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, dtype_rule
+from .rules import (
+    CPP_TYPES,
+    arch_rule,
+    by_rows,
+    check_absent,
+    check_dtype,
+    check_most,
+    check_rows,
+    check_same,
+    dtype_rule,
+)
 
 __all__ = ["decode_attention", "supports"]
 
@@ -73,9 +83,15 @@ def _outputs(
     k_positions: Tensor,
     sinks: Tensor | None,
     gate: Tensor | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    softmax_scale: float | None,
     **options: Any,
 ) -> Tensor:
     check_dtype("decode_attention", q=q, k=k, v=v, sinks=sinks, gate=gate)
+    check_same("decode_attention", torch.int64, q_positions=q_positions, k_positions=k_positions)
+    check_rows("decode_attention", q=q, k=k, v=v, sinks=sinks, gate=gate)
     sizes = check_shapes(
         "decode_attention",
         q=(q, "B S H E"),
@@ -90,6 +106,12 @@ def _outputs(
         raise ShapeError(
             f"decode_attention(k=...): H={sizes['H']} query heads do not divide over K={sizes['K']} key/value heads"
         )
+    check_most("decode_attention", "q", "E", sizes["E"], MOST_WIDTH)
+    check_most("decode_attention", "v", "V", sizes["V"], MOST_WIDTH)
+    if window is not None:
+        check_positive("decode_attention", window=window)
+    check_scale("decode_attention", softcap, "softcap")
+    check_scale("decode_attention", softmax_scale)
     return v.new_empty(*q.shape[:3], v.shape[3])
 
 
@@ -181,16 +203,17 @@ def _call(
     q_positions: Tensor,
     k_positions: Tensor,
     causal: bool = True,
-    mask: None = None,
+    mask: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
-    kv_index: None = None,
+    kv_index: Tensor | None = None,
     head_offset: int | None = None,
     local_heads: int | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
+    check_absent("decode_attention", mask=mask, kv_index=kv_index)
     out: Tensor = _decode_attention(
         q,
         k,
@@ -225,4 +248,4 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
         return f"{q.shape[1]} queries a row, at most {MOST_TOKENS}"
     if (width := max(q.shape[3], v.shape[3])) > MOST_WIDTH:
         return f"heads of {width}, at most {MOST_WIDTH}"
-    return by_rows(q=[q], k=[k], v=[v], gate=[arguments["gate"]])
+    return by_rows(q=[q], k=[k], v=[v], sinks=[arguments["sinks"]], gate=[arguments["gate"]])

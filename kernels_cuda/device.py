@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .compiler import compile_kernel
-from .launch import Launch
+from .launch import Argument, Launch, Mapped
+from .rules import arch_rule
 
 __all__ = ["COUNTERS", "counters", "execute"]
 
@@ -32,10 +33,17 @@ def execute(launch: Launch) -> None:
         )
         if launch.shared_bytes > _USUAL_SHARED_BYTES:
             _allow(launch.source, launch.name, device.index, launch.shared_bytes)
-        args = [x.data_ptr() if isinstance(x, Tensor) else 0 if x is None else x for x in launch.args]
+        args = map(_as_given, launch.args)
         enqueue(
             Stream.from_handle(stream.cuda_stream), config, _kernel(launch.source, launch.name, device.index), *args
         )
+
+
+def _as_given(x: Argument) -> Any:
+    """An argument as the driver takes it: pointers are numbers."""
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    return x.address if isinstance(x, Mapped) else 0 if x is None else x
 
 
 @functools.cache
@@ -43,7 +51,10 @@ def _kernel(source: str, name: str, device: int) -> Any:
     from cuda.core import Device, ObjectCode
 
     major, minor = torch.cuda.get_device_capability(device)
-    cubin = compile_kernel(source, name, f"sm_{major}{minor}")
+    arch = f"sm_{major}{minor}"
+    if (reason := arch_rule(arch)) is not None:
+        raise RuntimeError(f"{name}: {reason}\n    fix: the plain function")
+    cubin = compile_kernel(source, name, arch)
     Device(device).set_current()
     return ObjectCode.from_cubin(cubin.code, name=name).get_kernel(cubin.symbol)
 

@@ -14,12 +14,24 @@ import torch
 from torch import Tensor
 
 from ..functional import recurrence
+from ..functional.norm import GATES
 from ..functional.shapes import ShapeError, check_shapes
 from .device import COUNTERS, counters
 from .in_place import region_rule
 from .launch import Launch
 from .ops import Op, in_place, vector_length
-from .rules import CPP_TYPES, OLDEST, arch_rule, by_rows, dtype_rule
+from .rules import (
+    CPP_TYPES,
+    arch_rule,
+    by_rows,
+    check_contiguous,
+    check_dtype,
+    check_most,
+    check_rows,
+    check_same,
+    check_written,
+    dtype_rule,
+)
 
 __all__ = ["STATES", "gdn_step", "supports"]
 
@@ -27,6 +39,8 @@ __all__ = ["STATES", "gdn_step", "supports"]
 STATES = ("cache_q", "cache_k", "cache_v", "cache_state")
 # Of a row of a state, and of a convolution: what threads keep in registers.
 MOST_COLUMNS, MOST_TAPS = 512, 8
+_TOKENS = ("q", "k", "v", "z", "b", "a")
+_WEIGHTS = ("q_conv", "k_conv", "v_conv", "a_log", "dt_bias", "o_norm")
 _THREADS = 128
 _ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh", "relu2")
 # With so many blocks and more, a thread takes four rows of V and not two.
@@ -79,6 +93,14 @@ def _outputs(*args: Any, **options: Any) -> Tensor:
 
 def _check(given: Mapping[str, Any]) -> None:
     """Raise where the kernel would read or write something else than the plain function does."""
+    leading = {"q": "B S K E", "v": "B S H V", "q_conv": "F I W"}
+    check_shapes("gdn_decode", **{name: (given[name], spec) for name, spec in leading.items()})
+    plain = ("v", "q", "k", "z", "b", "a", "q_conv", "k_conv", "v_conv", "o_norm", *STATES[:-1])
+    check_dtype("gdn_decode", **{name: given[name] for name in plain})
+    check_dtype("gdn_decode", a_log=given["a_log"], dt_bias=given["dt_bias"])
+    check_same("gdn_decode", torch.float32, cache_state=given["cache_state"])
+    check_same("gdn_decode", torch.int64, positions=given["positions"])
+    check_written("gdn_decode", **{name: given[name] for name in STATES})
     decay = "B S H E" if given["a"].dim() == 4 else "B S H"
     specs = {
         **{"q": "B S K E", "k": "B S K E", "v": "B S H V", "z": "B S H V", "b": "B S H", "a": decay},
@@ -88,13 +110,30 @@ def _check(given: Mapping[str, Any]) -> None:
     (heads, width), (key_heads, key_width) = given["v"].shape[2:], given["q"].shape[2:]
     sizes = {"F": key_heads * key_width, "J": heads * width, "I": 1, "U": given["q_conv"].shape[-1] - 1}
     check_shapes("gdn_decode", sizes, **{name: (given[name], spec) for name, spec in specs.items()})
-    decays = heads * (key_width if given["a"].dim() == 4 else 1)
+    check_most("gdn_decode", "v", "S", given["v"].shape[1], 1)
+    check_most("gdn_decode", "q", "K", key_heads, COUNTERS)
+    check_most("gdn_decode", "q", "B K", max(1, given["q"].shape[0] * key_heads), COUNTERS)
+    check_most("gdn_decode", "q", "E", key_width, MOST_COLUMNS)
+    check_most("gdn_decode", "v", "V", width, 1 << 16)
+    check_most("gdn_decode", "q_conv", "W", given["q_conv"].shape[-1], MOST_TAPS)
     if heads % key_heads:
         raise ShapeError(f"gdn_decode(v=...): H={heads} value heads do not divide over K={key_heads} key heads")
+    decays = heads * (key_width if given["a"].dim() == 4 else 1)
     if (count := given["dt_bias"].numel()) != decays:
         raise ShapeError(f"gdn_decode(dt_bias=...): {count} numbers, where a has {decays} decays")
-    if (reason := _declines(given, f"sm_{OLDEST}")) is not None:
-        raise ValueError(f"gdn_decode: {reason}\n    fix: functional.recurrence.gdn_step, the plain function")
+    known = {"activation": _ACTIVATIONS[1:], "gate_act": tuple(GATES)}
+    for name, names in known.items():
+        if given[name] not in names:
+            raise ValueError(f"gdn_decode({name}={given[name]!r}): it is none of {', '.join(map(repr, names))}")
+    check_contiguous("gdn_decode", **{name: given[name] for name in (*_WEIGHTS, "cache_state")})
+    check_rows("gdn_decode", **{name: given[name] for name in _TOKENS if name not in "ba" or given[name].dim() == 4})
+    if given["cache_q"].stride() != given["cache_k"].stride():
+        raise ValueError(
+            f"gdn_decode(cache_k=...): its strides are {given['cache_k'].stride()}, those of cache_q "
+            f"{given['cache_q'].stride()}\n    fix: torch.empty_like(cache_q).copy_(cache_k)"
+        )
+    if (reason := region_rule()) is not None:
+        raise RuntimeError(f"gdn_decode: {reason}\n    fix: functional.recurrence.gdn_step, the plain function")
 
 
 def _launches(
@@ -170,12 +209,7 @@ gdn_step = in_place("gdn_step", Op("gdn_decode", _reference, _outputs, _launches
 
 def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
     """Of a call of `gdn_step` in a graph: None where the kernel computes it, else the reason why not."""
-    return region_rule() or _declines(arguments, arch)
-
-
-def _declines(arguments: Mapping[str, Any], arch: str | None) -> str | None:
-    tokens = {name: arguments[name] for name in ("q", "k", "v", "z", "b", "a")}
-    weights = {name: arguments[name] for name in ("q_conv", "k_conv", "v_conv", "a_log", "dt_bias", "o_norm")}
+    tokens, weights = ({name: arguments[name] for name in names} for names in (_TOKENS, _WEIGHTS))
     states = {name: arguments[name] for name in STATES}
     plain = [weights[name] for name in ("q_conv", "k_conv", "v_conv", "o_norm")]
     reason = (
@@ -201,6 +235,8 @@ def _declines(arguments: Mapping[str, Any], arch: str | None) -> str | None:
         return f"W={taps}, at most {MOST_TAPS}"
     if (activation := arguments["activation"]) not in _ACTIVATIONS:
         return f"no {activation}"
+    if (gate := arguments["gate_act"]) not in GATES:
+        return f"no gate of {gate}"
     for name, each in {**weights, "cache_state": states["cache_state"]}.items():
         if not each.is_contiguous():
             return f"{name} is not contiguous"

@@ -17,7 +17,18 @@ from ..functional.shapes import ShapeError, check_shapes
 from .device import COUNTERS, counters
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, NORMS, arch_rule, as_rows, by_rows, check_dtype, check_rows, dtype_rule, tokens_of
+from .rules import (
+    CPP_TYPES,
+    NORMS,
+    arch_rule,
+    as_rows,
+    by_rows,
+    check_dtype,
+    check_norm,
+    check_rows,
+    dtype_rule,
+    tokens_of,
+)
 
 __all__ = ["MOST_TOKENS", "MOST_WEIGHTS", "gated_mlp", "linear_add", "norm_linear", "plain_mlp", "supports"]
 
@@ -77,8 +88,16 @@ def _reference(
     return torch.cat(found, -1)
 
 
-def _outputs(x: Tensor, norm_weight: Tensor | None, *rest: Tensor | None, end: str, **options: Any) -> Tensor:
+def _outputs(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    *rest: Tensor | None,
+    end: str,
+    activation: str | None,
+    **options: Any,
+) -> Tensor:
     weights, biases, residual = rest[:MOST_WEIGHTS], rest[MOST_WEIGHTS:-1], rest[-1]
+    _check_end(end, activation, norm_weight, weights, biases, residual)
     named = {f"w{i}": w for i, w in enumerate(weights)} | {f"b{i}": b for i, b in enumerate(biases)}
     check_dtype("gemv", x=x, norm_weight=norm_weight, **named, residual=residual)
     check_rows("gemv", x=x, norm_weight=norm_weight, **named, residual=residual)
@@ -97,6 +116,38 @@ def _outputs(x: Tensor, norm_weight: Tensor | None, *rest: Tensor | None, end: s
     out = x.new_empty(x.shape[0], widths[0] if end == "gated" else sum(widths))
     check_shapes("gemv", {"N": x.shape[0], "F": out.shape[1]}, residual=(residual, "N F"))
     return out
+
+
+def _check_end(
+    end: str,
+    activation: str | None,
+    norm_weight: Tensor | None,
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    residual: Tensor | None,
+) -> None:
+    """Raise `ValueError` where an end lacks what it reads, or is given what it does not."""
+    for name, value, known in (("end", end, _ENDS), ("activation", activation, _ACTIVATIONS)):
+        if value not in known:
+            raise ValueError(f"gemv({name}={value!r}): it is none of {', '.join(map(repr, known))}")
+    given = [i for i, w in enumerate(weights) if w is not None]
+    needed = {"plain": given, "gated": [0, 1]}.get(end, [0])
+    if given != needed:
+        raise ValueError(f"gemv(end={end!r}): it reads the weights {_numbered(needed)}, given are {_numbered(given)}")
+    lost = next((i for i, b in enumerate(biases) if b is not None and i not in given), None)
+    if lost is not None:
+        raise ValueError(f"gemv(b{lost}=...): there is no w{lost} that it belongs to\n    fix: b{lost}=None")
+    if (activation is None) != (end in ("plain", "residual")):
+        told = "needs an activation" if activation is None else "has no activation"
+        raise ValueError(f"gemv(activation={activation!r}): end={end!r} {told}")
+    if end == "residual" and norm_weight is not None:
+        raise ValueError("gemv(norm_weight=...): end='residual' has none")
+    if (residual is None) != (end != "residual"):
+        raise ValueError(f"gemv(residual=...): end={end!r} {'needs one' if residual is None else 'has none'}")
+
+
+def _numbered(weights: Sequence[int]) -> str:
+    return " ".join(f"w{i}" for i in weights)
 
 
 def _launches(
@@ -170,13 +221,16 @@ def _call(
     *,
     end: str,
     activation: str | None = None,
-    norm_bias: None = None,
+    norm_bias: Tensor | None = None,
     norm_type: str = "rms_norm",
     eps: float = 1e-5,
     zero_centered: bool = False,
     scale_in_fp32: bool = False,
 ) -> Tensor:
     """The op on tokens of any shape `... D` -> `... F`."""
+    check_norm("gemv", norm_type, norm_bias=norm_bias)
+    if len(biases) != len(weights):
+        raise ShapeError(f"gemv(biases=...): {len(biases)} for {len(weights)} weights\n    fix: None for each without")
     if not 0 < len(weights) <= MOST_WEIGHTS:
         raise ShapeError(f"gemv(weights=...): it takes 1 to {MOST_WEIGHTS} weights, not {len(weights)}")
     empty = [None] * (MOST_WEIGHTS - len(weights))
@@ -190,8 +244,8 @@ def _call(
 def _norm_linear(
     x: Tensor, norm_weight: Tensor | None, weights: list[Tensor], biases: list[Tensor | None], **norm: Any
 ) -> list[Tensor]:
-    widths = [w.shape[0] for w in weights]
-    return list(_call(x, norm_weight, weights, biases, end="plain", **norm).split(widths, -1))
+    found = _call(x, norm_weight, weights, biases, end="plain", **norm)
+    return list(found.split([w.shape[0] for w in weights], -1))
 
 
 def _gated_mlp(

@@ -11,12 +11,12 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
 // The vector at p whose first number is the column-th of width, with zeros behind the end.
-template <int VEC, class T> __device__ __forceinline__ Vec<T, VEC> part_of(const T* p, int column, int width) {
-  if (column + VEC <= width) return load_once<VEC>(p + column);
+template <int VEC, class T> __device__ __forceinline__ Bits<T, VEC> part_of(const T* p, int column, int width) {
+  if (column + VEC <= width) return load_bits_once<VEC>(p + column);
   Vec<T, VEC> found;
 #pragma unroll
   for (int j = 0; j < VEC; j++) found.at[j] = column + j < width ? p[column + j] : narrow<T>(0.f);
-  return found;
+  return bits_of(found);
 }
 
 // 16 threads share a row of 16 VEC columns; the block's 16 groups of them share a head's rows.
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(THREADS)
   out += ((long long)first * heads + head) * width;
   tokens = min(tokens - first, TOKENS);
 
-  Vec<T, VEC> w[AHEAD];
+  Bits<T, VEC> w[AHEAD];
   auto fetch = [&](int from) {
 #pragma unroll
     for (int a = 0; a < AHEAD; a++) {
@@ -52,12 +52,13 @@ __global__ void __launch_bounds__(THREADS)
     for (int a = 0; a < AHEAD; a++) {
       const int n = from + a * GROUPS;
       if (n >= nope) continue;
+      const Vec<T, VEC> part = numbers_of<T, VEC>(w[a]);
 #pragma unroll
       for (int b = 0; b < TOKENS; b++) {
         if (b >= tokens) continue;
         const float x = wide(q[b * q_row + n]);
 #pragma unroll
-        for (int j = 0; j < VEC; j++) sums[b][j] = fmaf(x, wide(w[a].at[j]), sums[b][j]);
+        for (int j = 0; j < VEC; j++) sums[b][j] = fmaf(x, wide(part.at[j]), sums[b][j]);
       }
     }
     fetch(from + AHEAD * GROUPS);
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(THREADS)
   kv_b += ((long long)head * rows + nope + row) * kv_b_row;
   tokens = min(tokens - first, TOKENS);
 
-  Vec<T, VEC> w[ROWS];
+  Bits<T, VEC> w[ROWS];
   auto fetch = [&](int column) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -131,6 +132,9 @@ __global__ void __launch_bounds__(THREADS)
 
   float sums[TOKENS][ROWS] = {};
   for (int column = lane * VEC; column < values; column += 32 * VEC) {
+    Vec<T, VEC> part[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) part[i] = numbers_of<T, VEC>(w[i]);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
       if (column + j >= values) continue;
@@ -140,7 +144,7 @@ __global__ void __launch_bounds__(THREADS)
         const float x = o[b * values + column + j];
 #pragma unroll
         for (int i = 0; i < ROWS; i++)  // of a row that is not there, whatever: nobody reads it
-          sums[b][i] = fmaf(x, wide(w[i].at[j]), sums[b][i]);
+          sums[b][i] = fmaf(x, wide(part[i].at[j]), sums[b][i]);
       }
     }
     fetch(column + 32 * VEC);

@@ -16,6 +16,12 @@ constexpr int WARPS = THREADS / 32;
 constexpr int SLOTS = 16;
 constexpr int SCORES = SLOTS + 8;  // pitch, against conflicts of banks
 
+// Blocks that a multiprocessor holds at once, of PIECES times 16 heads and 16 columns a warp. Two, with 128 registers a
+// thread, where it fits. Of DeepSeek's 32 heads and 576 columns 80 registers hold queries, 80 sums and 20 the next latents,
+// and in shared memory two blocks' queries do not fit either. The host makes about as many blocks as there are
+// multiprocessors, so a second one would come in large batches alone.
+template <class T, int PIECES> constexpr int TOGETHER = sizeof(T) == 2 && PIECES <= 3 ? 2 : 1;
+
 // Shared memory, in bytes that the host counts too: scores of each warp, weights, latents.
 template <class T, int TILES, int STEPS> struct Shared {
   float scores[WARPS][16 * TILES][SCORES];
@@ -27,7 +33,7 @@ template <class T, int TILES, int STEPS> struct Shared {
 // T: of the latents. VEC: numbers a load, of which their width is a multiple. TILES: of 16 heads. STEPS: of 16 columns,
 // a warp.
 template <class T, int VEC, int TILES, int STEPS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, (TOGETHER<T, TILES * STEPS>))
     mla_decode(const float* q, const T* latent, long long latent_row, long long latent_slot,
                const long long* q_positions, long long q_row, const long long* k_positions, long long k_row,
                float* partial, float* stats, int heads, int slots, int width, int values, int share, int causal,

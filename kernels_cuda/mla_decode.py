@@ -18,10 +18,20 @@ import torch
 from torch import Tensor
 
 from ..functional import absorbed
-from ..functional.shapes import ShapeError, check_shapes
+from ..functional.shapes import ShapeError, check_positive, check_scale, check_shapes
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, dtype_rule
+from .rules import (
+    CPP_TYPES,
+    arch_rule,
+    by_rows,
+    check_absent,
+    check_dtype,
+    check_most,
+    check_rows,
+    check_same,
+    dtype_rule,
+)
 
 __all__ = ["absorbed_core", "supports"]
 
@@ -59,9 +69,13 @@ def _outputs(
     k_positions: Tensor,
     *,
     nope_dim: int,
+    softmax_scale: float,
+    window: int | None,
     **options: Any,
 ) -> Tensor:
     check_dtype("mla_decode", q=q, latent=latent, kv_b=kv_b)
+    check_same("mla_decode", torch.int64, q_positions=q_positions, k_positions=k_positions)
+    check_rows("mla_decode", q=q, latent=latent, kv_b=kv_b, k_positions=k_positions)
     sizes = check_shapes(
         "mla_decode",
         q=(q, "B H E"),
@@ -81,6 +95,11 @@ def _outputs(
         raise ShapeError(
             f"mla_decode(latent=...): it is {sizes['LR']} wide, not the L={sizes['L']} of kv_b and the R={rotary} of q"
         )
+    check_most("mla_decode", "latent", "LR", sizes["LR"], _STEP * _MOST_STEPS)
+    check_most("mla_decode", "kv_b", "L", sizes["L"], _STEP * _MOST_STEPS)
+    if window is not None:
+        check_positive("mla_decode", window=window)
+    check_scale("mla_decode", softmax_scale)
     return q.new_empty(sizes["B"], sizes["H"], rows - nope_dim)
 
 
@@ -165,15 +184,21 @@ def _absorbed_core(
     latent: Tensor,
     kv_b: Tensor,
     *,
-    q_positions: Tensor,
-    k_positions: Tensor,
     nope_dim: int,
     softmax_scale: float,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
     causal: bool = False,
     window: int | None = None,
-    **absent: None,
+    **absent: Tensor | None,
 ) -> Tensor:
-    batch = len(latent)
+    check_absent("mla_decode", **absent)
+    if q_positions is None or k_positions is None:
+        name = "q_positions" if q_positions is None else "k_positions"
+        raise ValueError(f"mla_decode({name}=None): the kernel needs both positions\n    fix: the plain function")
+    tokens = {"q": (q, "B S H E"), "latent": (latent, "B T LR"), "q_positions": (q_positions, "B? S")}
+    batch = check_shapes("mla_decode", {"S": 1}, **tokens)["B"]
+    check_shapes("mla_decode", {"B": batch}, k_positions=(k_positions, "B? T"))
     positions = q_positions.expand(batch, 1)[:, 0].contiguous(), k_positions.expand(batch, -1)
     told = {"nope_dim": nope_dim, "softmax_scale": softmax_scale, "causal": causal, "window": window}
     out: Tensor = _mla_decode(q[:, 0], latent, kv_b, *positions, **told)
@@ -196,6 +221,8 @@ def supports(arguments: Mapping[str, Any], arch: str | None) -> str | None:
         return "documents"
     if arguments["q_positions"] is None:
         return "no positions"
+    if any(arguments[name].dtype != torch.int64 for name in ("q_positions", "k_positions")):
+        return "positions that are no int64"
     if latent.shape[2] > _STEP * _MOST_STEPS:
         return f"latents {latent.shape[2]} wide, at most {_STEP * _MOST_STEPS}"
     return by_rows(q=[q], latent=[latent], kv_b=[kv_b], k_positions=[arguments["k_positions"]])

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..functional.shapes import check_shapes
 from .gemv import MOST_WEIGHTS
 from .ops import composite, define_composed
-from .rules import arch_rule, as_rows, by_rows, check_dtype
+from .rules import arch_rule, as_rows, by_rows, check_absent, check_same
 
 __all__ = ["norm_linear", "side_by_side", "supports"]
 
@@ -56,7 +56,7 @@ def _product(x: Tensor, *given: Tensor | None) -> Tensor:
 
 def _outputs(x: Tensor, *given: Tensor | None) -> Tensor:
     weights = {f"w{i}": w for i, w in enumerate(given) if w is not None}
-    check_dtype("one_product", x=x, **weights)
+    check_same("one_product", x.dtype, **weights)
     width = check_shapes("one_product", x=(x, "N D"))["D"]
     widths = [check_shapes("one_product", {"D": width}, **{name: (w, "F D")})["F"] for name, w in weights.items()]
     return x.new_empty(x.shape[0], sum(widths))
@@ -66,8 +66,9 @@ _one_product = define_composed("one_product", _reference, _outputs, _product)
 
 
 def _norm_linear(
-    x: Tensor, norm_weight: None, weights: list[Tensor], biases: list[Tensor | None], **norm: Any
+    x: Tensor, norm_weight: Tensor | None, weights: list[Tensor], biases: list[Tensor | None], **norm: Any
 ) -> list[Tensor]:
+    check_absent("one_product", norm_weight=norm_weight)
     out = _one_product(as_rows(x), *weights, *[None] * (MOST_WEIGHTS - len(weights)))
     out = out.view(*x.shape[:-1], out.shape[-1])
     parts = out.split([w.shape[0] for w in weights], -1)

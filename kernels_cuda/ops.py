@@ -1,12 +1,13 @@
 """How a kernel becomes an op of torch: what it returns, what it launches, and the plain function it stands for.
 
 `torch.ops.meshfn_cuda.<name>` is opaque to the compiler. On a GPU it launches; its gradient is that of the plain
-function, computed again. On a CPU it is not defined: the tests define it there, by running the same launches thread by
-thread.
+function, computed again. Elsewhere it is refused: the tests define it on a CPU, by running the same launches thread by
+thread. What an op cannot take is refused before a launch, since a GPU that faults serves its process no more.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..functional.primitive import NAMESPACE as PLAIN
+from ..functional.shapes import ShapeError
 from .in_place import functional_form, is_functional
 from .launch import Launch
 
@@ -49,6 +51,7 @@ class Op:
             self._refuse_gradients(given.arguments)
         out = self.outputs(*given.args, **given.kwargs)
         for launch in self.launches(out, *given.args, **given.kwargs):
+            _check_grid(self.name, next(iter(given.arguments)), launch)
             if math.prod(launch.grid):
                 execute(launch)
         return out
@@ -67,7 +70,22 @@ def _check_device(name: str, arguments: Mapping[str, Any]) -> None:
     first = next(iter(tensors))
     for argument, t in tensors.items():
         if t.device != tensors[first].device:
-            raise TypeError(f"{name}({argument}=...): it is on {t.device}, and {first} on {tensors[first].device}")
+            raise TypeError(
+                f"{name}({argument}=...): it is on {t.device}, and {first} on {tensors[first].device}\n"
+                f'    fix: {argument}.to("{tensors[first].device}")'
+            )
+
+
+# Blocks of a grid, in each of its dimensions, that every GPU takes.
+_MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+
+
+def _check_grid(name: str, argument: str, launch: Launch) -> None:
+    if any(n > most for n, most in zip(launch.grid, _MOST_BLOCKS, strict=True)):
+        raise ShapeError(
+            f"{name}({argument}=...): a launch of {' x '.join(map(str, launch.grid))} blocks, and a GPU takes "
+            f"{' x '.join(map(str, _MOST_BLOCKS))}\n    fix: fewer rows a call"
+        )
 
 
 # name -> op
@@ -80,6 +98,7 @@ def define(op: Op) -> Callable[..., Any]:
     OPS[op.name] = op
     opaque = _opaque(op.name, op.reference, op.outputs, op.mutates)
     _library.impl(op.name, lambda *args, **kwargs: op.run(_on_gpu, *args, **kwargs), "CUDA")
+    _library.impl(op.name, functools.partial(_refuse_device, op), "CompositeExplicitAutograd")
     return opaque if op.mutates else _transformable(op.name, op.reference, opaque)
 
 
@@ -137,6 +156,16 @@ def in_place(primitive: str, op: Op) -> Callable[..., Any]:
     _library.impl(primitive, functional, "Functionalize")
     overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), primitive).default
     return overload
+
+
+def _refuse_device(op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Of tensors none of which is on a GPU."""
+    given = inspect.signature(op.reference).bind(*args, **kwargs).arguments
+    argument, t = next((name, x) for name, x in given.items() if isinstance(x, Tensor))
+    raise TypeError(
+        f"{op.name}({argument}=...): it is on {t.device}, and the kernel runs on a GPU\n"
+        f"    fix: {argument}.cuda(), or the plain function"
+    )
 
 
 def _on_gpu(launch: Launch) -> None:

@@ -19,11 +19,22 @@ from torch import Tensor
 from .. import functional as F
 from ..functional.cache import slot_positions, write_tokens
 from ..functional.primitive import primitive
-from ..functional.shapes import ShapeError, check_shapes
+from ..functional.shapes import ShapeError, check_positive, check_shapes
 from .in_place import region_rule
 from .launch import Launch
 from .ops import Op, in_place
-from .rules import CPP_TYPES, NORMS, arch_rule, by_rows, check_dtype, dtype_rule
+from .rules import (
+    CPP_TYPES,
+    NORMS,
+    arch_rule,
+    by_rows,
+    check_dtype,
+    check_most,
+    check_rows,
+    check_same,
+    check_written,
+    dtype_rule,
+)
 
 __all__ = ["fused_qkv_rope_cache", "qkv_rope_cache", "supports"]
 
@@ -79,6 +90,8 @@ def _outputs(
     v_cache: Tensor,
     positions: Tensor,
     slots: Tensor,
+    *,
+    ring: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     given = {"cos": (cos, "B? S Q"), "sin": (sin, "B? S Q"), "q_norm": (q_norm, "E"), "k_norm": (k_norm, "E")}
@@ -86,12 +99,26 @@ def _outputs(
     heads = {"q": (q, "B S H E"), "k": (k, "B S K E"), "v": (v, "B S K V"), "positions": (positions, "B S")}
     numbers = {name: x for name, (x, _) in (heads | given | caches).items() if name not in ("positions", "slots")}
     check_dtype("qkv_rope_cache", **numbers)
+    check_same("qkv_rope_cache", torch.int64, positions=positions, slots=slots)
+    check_rows("qkv_rope_cache", **numbers, slots=slots)
+    check_written("qkv_rope_cache", k_cache=k_cache, v_cache=v_cache)
     sizes = check_shapes("qkv_rope_cache", **heads, **given, **caches)
-    for one, other, names in ((cos, sin, "cos and sin"), (q_norm, k_norm, "q_norm and k_norm")):
-        if (one is None) != (other is None):
-            raise TypeError(f"qkv_rope_cache: {names} are needed together\n    fix: pass both, or neither")
+    for pair in ({"cos": cos, "sin": sin}, {"q_norm": q_norm, "k_norm": k_norm}):
+        if len(none := [name for name, x in pair.items() if x is None]) == 1:
+            raise TypeError(
+                f"qkv_rope_cache({none[0]}=None): {' and '.join(pair)} are needed together\n"
+                "    fix: pass both, or neither"
+            )
     if cos is not None and 2 * sizes["Q"] > sizes["E"]:
         raise ShapeError(f"qkv_rope_cache(cos=...): R is {2 * sizes['Q']}, more than E={sizes['E']} in q")
+    check_most("qkv_rope_cache", "q", "E", sizes["E"], MOST_WIDTH)
+    check_most("qkv_rope_cache", "v", "V", sizes["V"], MOST_WIDTH)
+    if ring is not None:
+        check_positive("qkv_rope_cache", ring=ring)
+        if ring > sizes["T"]:
+            raise ShapeError(
+                f"qkv_rope_cache(ring={ring}): k_cache has {sizes['T']} slots\n    fix: a ring of so many at most"
+            )
     return q.new_empty(q.shape), positions.new_empty(positions.shape[0], slots.shape[0])
 
 

@@ -10,14 +10,22 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..functional.shapes import ShapeError
+
 __all__ = [
     "CPP_TYPES",
     "NORMS",
     "arch_rule",
     "as_rows",
     "by_rows",
+    "check_absent",
+    "check_contiguous",
     "check_dtype",
+    "check_most",
+    "check_norm",
     "check_rows",
+    "check_same",
+    "check_written",
     "dtype_rule",
     "tokens_of",
 ]
@@ -54,14 +62,69 @@ def dtype_rule(x: Tensor, *others: Tensor | None) -> str | None:
 
 
 def check_dtype(op: str, **tensors: Tensor | None) -> None:
-    """Raise `TypeError` unless all have the dtype of the first."""
+    """Raise `TypeError` unless all have the dtype of the first, and kernels know it."""
     given = {name: t for name, t in tensors.items() if t is not None}
     first = next(iter(given))
+    if given[first].dtype not in CPP_TYPES:
+        raise TypeError(
+            f"{op}({first}=...): it is {given[first].dtype}, and the kernel takes {', '.join(map(_name, CPP_TYPES))}\n"
+            f"    fix: {first}.float(), or the plain function"
+        )
     for name, t in given.items():
         if t.dtype != given[first].dtype:
             raise TypeError(
                 f"{op}({name}=...): it is {t.dtype}, and {first} {given[first].dtype}\n"
                 f"    fix: {name}.to({first}.dtype)"
+            )
+
+
+def check_same(op: str, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """Raise `TypeError` unless all have this dtype: a kernel reads their bytes as such."""
+    for name, t in tensors.items():
+        if t is not None and t.dtype != dtype:
+            raise TypeError(
+                f"{op}({name}=...): it is {t.dtype}, and the kernel reads {dtype}\n    fix: {name}.to({dtype})"
+            )
+
+
+def check_contiguous(op: str, **tensors: Tensor | None) -> None:
+    """Raise `ValueError` for a tensor that a kernel reads as one piece of memory and is none."""
+    for name, t in tensors.items():
+        if t is not None and not t.is_contiguous():
+            raise ValueError(
+                f"{op}({name}=...): it is not contiguous, its strides are {t.stride()}\n    fix: {name}.contiguous()"
+            )
+
+
+def check_most(op: str, name: str, letter: str, size: int, most: int) -> None:
+    """Raise `ShapeError` unless a size of an argument is 1 to `most`."""
+    if not 1 <= size <= most:
+        raise ShapeError(
+            f"{op}({name}=...): {letter} is {size}, and the kernel takes 1 to {most}\n    fix: the plain function"
+        )
+
+
+def check_absent(op: str, **arguments: object) -> None:
+    """Raise `ValueError` for an argument of the primitive that the kernel would leave out."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{op}({name}=...): the kernel has none\n    fix: {name}=None, or the plain function")
+
+
+def check_norm(op: str, norm_type: str, **bias: Tensor | None) -> None:
+    """Raise `ValueError` for a norm that the kernels have not."""
+    if norm_type != "rms_norm":
+        raise ValueError(f"{op}(norm_type={norm_type!r}): the kernel has rms_norm alone\n    fix: the plain function")
+    check_absent(op, **bias)
+
+
+def check_written(op: str, **tensors: Tensor) -> None:
+    """Raise `ValueError` where two numbers of what is written lie in one place."""
+    for name, t in tensors.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise ValueError(
+                f"{op}({name}=...): it is written, and several of its numbers lie in one place\n"
+                f"    fix: {name}.contiguous()"
             )
 
 

@@ -17,10 +17,12 @@ from ..functional.shapes import check_shapes
 from .device import counters
 from .launch import Launch
 from .ops import Op, composite, define, vector_length
-from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
+from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, check_most, check_rows, check_same, dtype_rule
 
-__all__ = ["sample_advance", "supports"]
+__all__ = ["MOST_TOKENS", "sample_advance", "supports"]
 
+# Of a vocabulary, as far as a kernel's int counts with room to spare.
+MOST_TOKENS = 1 << 30
 _THREADS = 256
 # Loads of a thread, each of 16 bytes at most, and blocks of a row.
 _LOADS, _MOST_SHARES = 2, 64
@@ -33,7 +35,12 @@ def _reference(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple
 
 def _outputs(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "eos_token_id": (eos_token_id, "N")}
-    batch = check_shapes("sample_advance", **given)["B"]
+    check_dtype("sample_advance", logits=logits)
+    check_same("sample_advance", torch.int64, positions=positions, eos_token_id=eos_token_id)
+    check_rows("sample_advance", logits=logits, eos_token_id=eos_token_id)
+    sizes = check_shapes("sample_advance", **given)
+    check_most("sample_advance", "logits", "Z", sizes["Z"], MOST_TOKENS)
+    batch = sizes["B"]
     logprob = logits.new_empty(batch, dtype=torch.float32)
     token = logits.new_empty(batch, dtype=torch.int64)
     return token, logprob, torch.empty_like(token)

@@ -18,12 +18,25 @@ from ..functional.sampling import Controls
 from ..functional.shapes import check_shapes
 from .launch import Launch
 from .ops import Op, define
-from .rules import CPP_TYPES, arch_rule, by_rows, dtype_rule
+from .rules import (
+    CPP_TYPES,
+    arch_rule,
+    by_rows,
+    check_contiguous,
+    check_dtype,
+    check_most,
+    check_rows,
+    check_same,
+    dtype_rule,
+)
+from .sample_advance import MOST_TOKENS
 
 __all__ = ["sample", "supports"]
 
 # Threads of a block, up to a size of the vocabulary.
 _FEW, _MANY, _SMALL = 128, 512, 4096
+# Of controls that are no fp32.
+_DTYPES = {"do_sample": torch.bool, "top_k": torch.int64, "top_p": torch.float64, "seed": torch.int64}
 
 
 def _reference(
@@ -60,9 +73,19 @@ def _reference(
 def _outputs(
     logits: Tensor, positions: Tensor, counts: Tensor | None, eos_token_id: Tensor, *controls: Tensor, **named: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = {f"controls[{i}]": (t, "B") for i, t in enumerate((*controls, *named.values()))}
-    given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "counts": (counts, "B Z"), **rows}
-    batch = check_shapes("sample_options", **given, eos_token_id=(eos_token_id, "N"))["B"]
+    rows = dict(zip(Controls.__dataclass_fields__, controls, strict=False)) | named
+    check_dtype("sample_options", logits=logits)
+    check_same("sample_options", torch.int64, positions=positions, eos_token_id=eos_token_id)
+    check_same("sample_options", torch.int32, counts=counts)
+    for name, t in rows.items():
+        check_same("sample_options", _DTYPES.get(name, torch.float32), **{name: t})
+    given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "counts": (counts, "B Z")}
+    by_row = {name: (t, "B") for name, t in rows.items()}
+    sizes = check_shapes("sample_options", **given, **by_row, eos_token_id=(eos_token_id, "N"))
+    check_most("sample_options", "logits", "Z", sizes["Z"], MOST_TOKENS)
+    check_rows("sample_options", logits=logits, eos_token_id=eos_token_id, **rows)
+    check_contiguous("sample_options", counts=counts)
+    batch = sizes["B"]
     logprob = logits.new_empty(batch, dtype=torch.float32)
     token = logits.new_empty(batch, dtype=torch.int64)
     return token, logprob, torch.empty_like(token)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import kernels_cuda
 from ..sharding import Layout, Mesh
 from . import dynamo
 from .agreement import Agreement
@@ -179,6 +180,8 @@ def _why_eager(compile: bool | None, place: torch.device, sizes: Sizes, never: s
             f"build(max_len={sizes.max_len}): torch {torch.__version__} compiles caches of {longest} tokens at most\n"
             f"    fix: max_len={longest}, compile=False, or torch 2.13"
         )
+    if place.type == "cuda" and (absent := kernels_cuda.missing()) is not None:
+        warnings.warn(f"build: no kernels for a GPU are in this program: {absent}", stacklevel=3)
     return None
 
 

@@ -10,7 +10,7 @@ __all__ = ["CUDA_KERNELS"]
 
 def _entry(serves: Serves) -> Kernel:
     def supports(call: Call) -> str | None:
-        return serves.supports(call.arguments, call.target.arch)
+        return call.target.lacks or serves.supports(call.arguments, call.target.arch)
 
     return Kernel(serves.kernel, serves.primitive, serves.op, supports, serves.in_place)
 

@@ -25,7 +25,7 @@ from .prompts import Prompts, cut, end_tokens, read_prompts
 from .replay import CapturedDecode, replay_of
 from .report import PhasePlan, Plan, make_plan
 from .sampling import Chooser, SamplingOptions
-from .sizes import EOS_LIMIT, READ_STEP, Sizes, Target, arch_of
+from .sizes import EOS_LIMIT, READ_STEP, Sizes, target_of
 from .steps import State, make_steps, packed
 from .weights import Weights
 
@@ -54,7 +54,7 @@ class Program(Held):
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.batch = sizes.batch  # rows of all ranks
         self.device, self.dtype = device, dtype
-        self.target = Target(device.type, dtype, arch_of(device))
+        self.target = target_of(device, dtype)
         self.kernels = with_table(self.target, kernels) if compiled else ()
         # Tracing a plan takes seconds. A build that is strict or has kernels of its own is held to it, others by tests.
         self._held_to_plan = bool(kernels) or strict
@@ -356,7 +356,7 @@ class Program(Held):
             vocab_size=self.model.config.vocab_size,
             max_new_tokens=asked.max_new_tokens,
             device=self.device,
-            arch=self.target.arch,
+            arch=self.target.compiled_for,
             **asked.options,
         )
 

@@ -20,6 +20,7 @@ from .agreement import COLUMNS
 from .copies import Copies
 from .kernel import Kernel
 from .model import Model, count_text
+from .pair_sums import PairSums
 from .rank_steps import compiled_seam
 from .ranks import Ranks
 from .report import PhasePlan, abstract_params, cache_text, phase_plan
@@ -49,6 +50,9 @@ class RankPlan:
     cache_text: str
     shared: int
     phases: Mapping[str, tuple[Event, ...]]
+    # Who adds up over tp, None where nobody does; and by what, sum by sum of a phase.
+    sums: str | None
+    summed_by: Mapping[str, tuple[str, ...]]
     why_eager: str | None
     trace: Callable[[], Mapping[str, PhasePlan]] = field(compare=False)
 
@@ -73,14 +77,17 @@ class RankPlan:
             "may have changed",
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
+        lines += [] if self.sums is None else [f"  sums     {self.sums}"]
         lines += (
             [] if self.phases else ["  sends    what the choice of experts says, step by step; sharding.trace has it"]
         )
         for name, events in self.phases.items():
             found: dict[tuple[str, ...], list[int]] = {}
+            by = iter(self.summed_by[name])
             for e in events:
                 if e.what == "launch":
-                    row = found.setdefault((e.kind, "/".join(e.axes), e.call.title), [0, 0, 0])
+                    kind = next(by) if e.kind == "all-reduce" else e.kind
+                    row = found.setdefault((kind, "/".join(e.axes), e.call.title), [0, 0, 0])
                     row[:] = [row[0] + 1, row[1] + e.sent, row[2] + e.received]
             count, (sent, received) = sum(n for n, _, _ in found.values()), self.bytes(name)
             lines += ["", f"{name}   {count} exchanges, sends {size_text(sent)}, receives {size_text(received)}"]
@@ -104,23 +111,31 @@ class RankPlan:
 
 
 def make_rank_plan(
-    model: Model, ranks: Ranks, sizes: Sizes, target: Target, kernels: Sequence[Kernel], why_eager: str | None
+    model: Model,
+    ranks: Ranks,
+    sizes: Sizes,
+    target: Target,
+    kernels: Sequence[Kernel],
+    why_eager: str | None,
+    sums: PairSums,
 ) -> RankPlan:
     """model: the rank's own. sizes: of all ranks."""
     axes, rank, dtype = ranks.mesh.axes, ranks.mesh.rank, target.dtype
-    trace = Trace(Mesh(**dict(axes)).at(rank, Dry(axes, rank)))
+    transport = sums.dry(Dry(axes, rank))
+    trace = Trace(Mesh(**dict(axes)).at(rank, transport))
     dry, own = Ranks(ranks.given, trace.mesh, ranks.layout, torch.device("meta")), ranks.sizes(sizes)
     params, _ = abstract_params(model, target)
     caches = dry.caches(sizes, dtype)
     inputs = {name: dry.idle(own.idle(name, model.config, dtype, "meta"), dtype) for name in ("prefill", "decode")}
     eager = make_steps(model.config, dry.seam(tree.structure(params), tree.structure(caches)))
-    phases = {}
+    phases, summed_by = {}, {}
     for name in inputs if not ranks.deals else ():
         trace.clear()
         with torch.no_grad():
             dry.agreement.exchange([0] * COLUMNS)
             eager[name](*packed(params, caches), *inputs[name])
         phases[name] = tuple(trace)
+        summed_by[name] = transport.taken()
 
     def traced() -> dict[str, PhasePlan]:
         port = Port(trace.mesh)
@@ -150,6 +165,8 @@ def make_rank_plan(
         cache_text=cache_text(caches),
         shared=Copies(ranks.lies(params), tree.paths(params), ranks.agreement).bytes,
         phases=phases,
+        sums=str(sums) if sums.summed else None,
+        summed_by=summed_by,
         why_eager=why_eager,
         trace=traced,
     )

@@ -38,6 +38,7 @@ from .copies import COMPARE, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
 from .kernel import Kernel
 from .model import Model
+from .pair_sums import PairSums
 from .phase import Phase
 from .program import Program
 from .prompts import Prompts, end_tokens
@@ -69,11 +70,14 @@ class RankProgram(Program):
         mesh: Mesh,
         layout: Layout,
     ) -> None:
-        self.ranks = Ranks(model.config, mesh, layout, device)
         self.why_eager, self._all, self._at = why_eager, sizes, "build"
-        own = dataclasses.replace(model, config=self.ranks.config, params=self.ranks.params(model.params))
-        self._copies = Copies(self.ranks.lies(own.params), tree.paths(own.params), self.ranks.agreement)
+        ranks = Ranks(model.config, mesh, layout, device)
+        own = dataclasses.replace(model, config=ranks.config, params=ranks.params(model.params))
+        self._copies = Copies(ranks.lies(own.params), tree.paths(own.params), ranks.agreement)
         self._copies.compare("build")
+        self.sums = PairSums(mesh, layout, device, dtype)
+        mesh = self.sums.mesh
+        self.ranks = Ranks(model.config, mesh, layout, device)
         self._port = Port(mesh) if why_eager is None else None
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, kernels, strict, why_eager is None)
         self.batch = sizes.batch
@@ -98,7 +102,7 @@ class RankProgram(Program):
     @property
     def plan(self) -> RankPlan:  # type: ignore[override]
         if self._plan is None:
-            args = self.model, self.ranks, self._all, self.target, self.kernels, self.why_eager
+            args = self.model, self.ranks, self._all, self.target, self.kernels, self.why_eager, self.sums
             self._plan = make_rank_plan(*args)  # type: ignore[assignment]
         return self._plan  # type: ignore[return-value]
 
@@ -119,9 +123,16 @@ class RankProgram(Program):
             self.build_seconds = now(self.device) - start
 
     def close(self) -> None:
+        """As of any program; where ranks have mapped each other's memory (`plan.sums`), all of them close together."""
         super().close()
         if self._port is not None:
             self._port.close()
+        self.sums.close(together=True)
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:  # the others may not come
+            self.sums.close(together=False)
+        super().__exit__(*error)
 
     def _compile(self, *phases: Phase) -> None:
         """Each rank in its own time, with nothing sent. Raises on every rank where one fails."""
@@ -166,6 +177,7 @@ class RankProgram(Program):
         """Raise on every rank where one refuses what it was told, or was told otherwise than others, or has other
         weights. read: what it was told, checked, by argument. -> what each rank said."""
         try:
+            self.sums.check()
             told = read()
         except Exception:
             self.ranks.agreement.refuse(function)
@@ -237,6 +249,8 @@ class RankProgram(Program):
     def _alone(self) -> Iterator[None]:
         with super()._alone(), during(lambda: self._at):
             yield
+            if not self._closed:
+                self.sums.check()  # before a caller sees a result
 
     def _run_prefill(
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0

@@ -107,7 +107,7 @@ class Plan:
         decode = self.phases["decode"]
         how = "" if self.compiled else " eager"
         logits = torch.empty(1, 1, dtype=self.target.dtype, device="meta")
-        choice = "eagerly" if sample_options.supports(logits, self.target.arch) else "by one kernel"
+        choice = "eagerly" if sample_options.supports(logits, self.target.compiled_for) else "by one kernel"
         lines = [
             f"program {self.model}   {self.target}{how}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)}, {whose}",

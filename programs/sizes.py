@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from .. import kernels_cuda
 from ..functional.cache import Cache
 from ..functional.shapes import check_positive
 from . import dynamo
 from .steps import State, windows
 
-__all__ = ["Sizes", "Target", "arch_of", "by_channel"]
+__all__ = ["Sizes", "Target", "by_channel", "target_of"]
 
 # The cache is read in steps of this many slots, so that few different sizes occur.
 READ_STEP = 32
@@ -24,22 +25,30 @@ EOS_LIMIT = 8
 
 @dataclass(frozen=True)
 class Target:
-    """device: its type, such as "cpu". arch: such as "sm_90"; None on a device without one."""
+    """device: its type, such as "cpu". arch: such as "sm_90"; None on a device without one. lacks: why no kernel can be
+    compiled for it here; None where one can, and in a plan for a device that is elsewhere."""
 
     device: str
     dtype: torch.dtype
     arch: str | None = None
+    lacks: str | None = None
+
+    @property
+    def compiled_for(self) -> str | None:
+        """The architecture that kernels are compiled for, None where none can be."""
+        return None if self.lacks else self.arch
 
     def __str__(self) -> str:
         return " ".join([self.device, str(self.dtype).removeprefix("torch."), *([self.arch] if self.arch else [])])
 
 
-def arch_of(device: torch.device) -> str | None:
-    """Such as "sm_90", of a CUDA device that is here."""
+def target_of(device: torch.device, dtype: torch.dtype) -> Target:
+    """Of a device that is here."""
     if device.type != "cuda":
-        return None
+        return Target(device.type, dtype)
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    problem = kernels_cuda.missing()
+    return Target(device.type, dtype, f"sm_{major}{minor}", problem and problem.splitlines()[0])
 
 
 @dataclass(frozen=True)

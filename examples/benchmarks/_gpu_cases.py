@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from meshfn import functional as F
-from meshfn.functional import recurrence
+from meshfn.functional import absorbed, recurrence
+from meshfn.functional.sampling import Controls
+from meshfn.kernels_cuda import OPS
 from meshfn.kernels_cuda import qkv_rope_cache as written_by
 from torch import Tensor
 
@@ -56,6 +58,11 @@ MODELS = {
     "Llama-3.2-1B": Sizes(2048, 8192, 32, 8, 64, 128256, turned=64),
     "Qwen3.5-4B": Sizes(2560, 9216, 16, 4, 256, 248320, turned=64, gated=True, delta=(16, 32, 128, 4)),
 }
+# Of latent attention: heads, N, R, V and L.
+LATENT = {"DeepSeek-V3": (128, 128, 64, 128, 512)}
+# Of gated delta nets with a decay for each channel, as `Sizes.delta`.
+DELTA = {"Kimi-Linear": (32, 32, 128, 4)}
+DEVICE = "cuda"
 BATCHES = (1, 8)
 # Slots of a cache, all of them written.
 CONTEXTS = (1024, 8192)
@@ -66,7 +73,7 @@ def size_of(*tensors: Any) -> int:
 
 
 def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
 
 
 def gemv() -> Iterator[Case]:
@@ -212,18 +219,17 @@ def gdn_decode() -> Iterator[Case]:
     def op(*args):
         return torch.ops.meshfn_cuda.gdn_step(*args), *args[12:16]
 
-    for model, m in MODELS.items():
-        if m.delta is None:
-            continue
+    by_head = {model: (m.delta, False) for model, m in MODELS.items() if m.delta is not None}
+    for model, (delta, by_channel) in (by_head | {model: (delta, True) for model, delta in DELTA.items()}).items():
         for batch in BATCHES:
 
-            def make(sizes=m.delta, batch=batch):
+            def make(sizes=delta, by_channel=by_channel, batch=batch):
                 key_heads, heads, head, taps = sizes
                 by_heads = [randn(batch, 1, h, head) for h in (key_heads, key_heads, heads, heads)]
-                decays = [randn(batch, 1, heads) for _ in "ba"]
+                decays = [randn(batch, 1, heads), randn(batch, 1, heads, *[head] * by_channel)]
                 channels = [h * head for h in (key_heads, key_heads, heads)]
                 convs = [randn(n, 1, taps, scale=taps**-0.5) for n in channels]
-                rates = [randn(heads, dtype=torch.float32) for _ in range(2)]
+                rates = [randn(n, dtype=torch.float32) for n in (heads, decays[1][0].numel())]
                 states = [randn(batch, n, taps - 1) for n in channels]
                 state = randn(batch, heads, head, head, scale=head**-0.5, dtype=torch.float32)
                 at = torch.full((batch, 1), 7, device=state.device)
@@ -239,6 +245,68 @@ def gdn_decode() -> Iterator[Case]:
             )
 
 
+def mla_decode() -> Iterator[Case]:
+    """All three launches of it. kv_b is read once, whatever the batch."""
+
+    def called(fn, nope, width):
+        told = {"nope_dim": nope, "softmax_scale": width**-0.5, "causal": True}
+        return lambda q, latent, kv_b, at, held: fn(q, latent, kv_b, q_positions=at, k_positions=held, **told)
+
+    for model, (heads, nope, rotary, v, latent) in LATENT.items():
+        for batch, slots in itertools.product(BATCHES, CONTEXTS):
+
+            def make(sizes=(heads, nope, rotary, v, latent), batch=batch, slots=slots):
+                heads, nope, rotary, v, latent = sizes
+                q, cache = randn(batch, 1, heads, nope + rotary), randn(batch, slots, latent + rotary)
+                at = torch.full((batch, 1), slots - 1, device=q.device)
+                held = torch.arange(slots, device=q.device).repeat(batch, 1)
+                return q, cache, randn(heads * (nope + v), latent, scale=latent**-0.5), at, held
+
+            yield Case(
+                f"{model} B={batch} T={slots}",
+                make,
+                called(torch.ops.meshfn_cuda.absorbed_core, nope, nope + rotary),
+                called(absorbed.absorbed_core, nope, nope + rotary),
+                size_of(*make()) + 2 * batch * heads * v,
+            )
+
+
+def ending(vocab: int, batch: int) -> tuple[Tensor, ...]:
+    """Logits, positions and end tokens."""
+    logits = randn(batch, vocab, scale=3.0)
+    return logits, torch.arange(batch, device=logits.device), torch.tensor([2, 7], device=logits.device)
+
+
+def sample_advance() -> Iterator[Case]:
+    for model, m in MODELS.items():
+        for batch in BATCHES:
+
+            def make(vocab=m.vocab, batch=batch):
+                return ending(vocab, batch)
+
+            # Written: a token, its log-probability and a position of each row.
+            moved = size_of(*make()) + batch * (8 + 4 + 8)
+            yield Case(f"{model} B={batch}", make, torch.ops.meshfn_cuda.sample_advance, F.sample_advance, moved)
+
+
+def sample_options() -> Iterator[Case]:
+    """With every option. Scores that a block writes and reads again are no part of the bytes."""
+    op = OPS["sample_options"]
+    for model, m in MODELS.items():
+        for batch in BATCHES:
+
+            def make(vocab=m.vocab, batch=batch):
+                logits, positions, ends = ending(vocab, batch)
+                counts = torch.randint(0, 2, (batch, vocab), dtype=torch.int32, device=logits.device)
+                off = Controls.off(batch, vocab, logits.device)
+                asked = {"do_sample": True, "temperature": 0.8, "top_k": min(50, vocab), "top_p": 0.9, "min_p": 0.01}
+                asked |= {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "seed": 3}
+                return logits, positions, counts, ends, *(getattr(off, k).fill_(v) for k, v in asked.items())
+
+            moved = size_of(*make()) + batch * (8 + 4 + 8)
+            yield Case(f"{model} B={batch}", make, torch.ops.meshfn_cuda.sample_options, op.reference, moved)
+
+
 # kernel -> its cases
 KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "gemv": gemv,
@@ -246,4 +314,7 @@ KERNELS: dict[str, Callable[[], Iterator[Case]]] = {
     "decode_attention": decode_attention,
     "qkv_rope_cache": qkv_rope_cache,
     "gdn_decode": gdn_decode,
+    "mla_decode": mla_decode,
+    "sample_advance": sample_advance,
+    "sample_options": sample_options,
 }

@@ -22,7 +22,13 @@ from meshfn.kernels_cuda.headers import wheel_headers
 __all__ = ["SANITIZERS", "SIMT", "BuildError", "Builder"]
 
 SIMT = Path(__file__).parent / "simt"
-RUNTIME = ("scheduler.cpp", "collectives.cpp", "faults.cpp", "hooks.cpp")  # and process.cpp, under a sanitizer
+RUNTIME = (
+    "scheduler.cpp",
+    "devices.cpp",
+    "collectives.cpp",
+    "faults.cpp",
+    "hooks.cpp",
+)  # and process.cpp, under a sanitizer
 
 _LANGUAGE = ("-std=c++20", "-w", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-ffp-contract=off")
 _KERNEL = (*_LANGUAGE, "-O1", "-fno-strict-aliasing", "-ffunction-sections", "-fdata-sections")

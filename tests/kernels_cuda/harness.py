@@ -2,6 +2,7 @@
 
     host = Host(order="shuffled:7")
     host(Launch("gemv.cu", "gemv<__nv_bfloat16, 2>", (4, 1, 1), (128, 1, 1), 0, (x, w, y, ctypes.c_int(64))))
+    host.together([Device(launches_of_one), Device(launches_of_its_peer, sleeps=(0, 50))])
 
 simt/ holds the machine (machine.hpp says how it works), building.py the compiler. What a kernel does wrong there, such as a
 barrier that some threads never reach, is raised as `KernelFault`.
@@ -25,30 +26,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from meshfn.kernels_cuda import Launch
-from torch import Tensor
 
 from .building import SANITIZERS, SIMT, Builder
+from .signature import Parameter, Region, check, extent, is_pointer, parameters_of, regions_of, value_of
 
-__all__ = ["Host", "KernelFault", "Launch"]
+__all__ = ["FOREVER", "Device", "Host", "KernelFault", "Launch"]
 
 KERNELS = Path(__file__).parents[2] / "kernels_cuda"
 
 
 class KernelFault(RuntimeError):  # noqa: N818  # as a fault of the machine
     """What a kernel did wrong: file and line, which thread, who waits where, or a sanitizer's report."""
-
-
-class _Region(ctypes.Structure):
-    """simt::Region."""
-
-    _fields_ = [
-        ("start", ctypes.c_uint64),
-        ("end", ctypes.c_uint64),
-        ("argument", ctypes.c_int32),
-        ("constant", ctypes.c_int32),
-    ]
 
 
 class _Request(ctypes.Structure):
@@ -62,9 +51,34 @@ class _Request(ctypes.Structure):
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
         ("next", ctypes.POINTER(ctypes.c_int64)),
-        ("regions", ctypes.POINTER(_Region)),
+        ("regions", ctypes.POINTER(Region)),
         ("region_count", ctypes.c_uint64),
     ]
+
+
+class _Device(ctypes.Structure):
+    """simt::Device."""
+
+    _fields_ = [
+        ("calls", ctypes.c_int64),
+        ("sleeps_from", ctypes.c_int64),
+        ("sleeps_to", ctypes.c_int64),
+        ("args", ctypes.POINTER(ctypes.POINTER(ctypes.c_void_p))),
+        ("regions", ctypes.POINTER(Region)),
+        ("region_count", ctypes.c_uint64),
+    ]
+
+
+FOREVER = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU among several. launches: one after the other, all of one kernel, as many blocks and threads on all GPUs.
+    sleeps: from which round of turns to which it stands still; `(0, FOREVER)` is a peer that never comes."""
+
+    launches: Sequence[Launch]
+    sleeps: tuple[int, int] = (0, 0)
 
 
 class Host:
@@ -103,34 +117,63 @@ class Host:
 
     def __call__(self, launch: Launch) -> None:
         """Run a kernel to its end."""
-        key = launch.source, launch.name
-        if key not in self._built:
-            self._built[key] = self._builder.kernel(
-                self._folder / launch.source, launch.name, self._sanitizer, self._flags
-            )
-        built = self._built[key]
-        parameters = _signature(built, self._sanitizer)
-        _check(launch, parameters)
-        request = _Request(
-            (*launch.grid,), (*launch.block,), launch.shared_bytes, launch.cooperative, self._order, self._seed
-        )
-        regions = _regions(launch, parameters)
+        built, parameters, request = self._prepared(launch)
+        regions = regions_of(launch, parameters)
         kept = {r.argument: _checksum(r) for r in regions if r.constant}
         if self._sanitizer is None:
             self._here(built, request, regions, launch)
         else:
-            _elsewhere(built, request, regions, launch, self._sanitizer)
+            _elsewhere(built, request, regions, launch, [], self._sanitizer)
         for region in regions:
             if region.constant and _checksum(region) != kept[region.argument]:
                 was = f"`{parameters[region.argument]}`"
                 raise KernelFault(f"{launch.name} wrote to argument {region.argument}, which it takes as {was}")
 
-    def _here(self, built: Path, request: _Request, regions: Sequence[_Region], launch: Launch) -> None:
+    def together(self, devices: Sequence[Device]) -> None:
+        """Run what several GPUs launch, at once, until each has done so or sleeps for good."""
+        launches = [launch for device in devices for launch in device.launches]
+        first = launches[0]
+        built, parameters, request = self._prepared(first)
+        for launch in launches:
+            check(launch, parameters)
+            if (launch.name, launch.grid, launch.block) != (first.name, first.grid, first.block):
+                raise ValueError(f"{launch.name} on {launch.grid}: all run one kernel, {first.name} on {first.grid}")
+        regions = [[r for launch in device.launches for r in regions_of(launch, parameters)] for device in devices]
+        if self._sanitizer is not None:
+            return _elsewhere(built, request, list(itertools.chain(*regions)), first, devices, self._sanitizer)
+        made, kept = (_Device * len(devices))(), []
+        for device, mine, into in zip(devices, regions, made, strict=True):
+            values = [[value_of(arg) for arg in launch.args] for launch in device.launches]
+            args = [(ctypes.c_void_p * len(v))(*map(ctypes.addressof, v)) for v in values]
+            pointers = [ctypes.cast(each, ctypes.POINTER(ctypes.c_void_p)) for each in args]
+            into.args = (ctypes.POINTER(ctypes.c_void_p) * max(1, len(args)))(*pointers)
+            into.regions, into.region_count = (Region * len(mine))(*mine), len(mine)
+            into.calls, (into.sleeps_from, into.sleeps_to) = len(device.launches), device.sleeps
+            kept += [values, args]
+        with _RUNNING:
+            found = _library(built, 0).simt_devices(ctypes.byref(request), made, ctypes.c_uint64(len(devices)))
+        if found:
+            raise KernelFault(_with_lines(found.decode(), built))
+
+    def _prepared(self, launch: Launch) -> tuple[Path, Sequence[Parameter], _Request]:
+        key = launch.source, launch.name
+        if key not in self._built:
+            self._built[key] = self._builder.kernel(
+                self._folder / launch.source, launch.name, self._sanitizer, self._flags
+            )
+        parameters = _signature(self._built[key], self._sanitizer)
+        check(launch, parameters)
+        request = _Request(
+            (*launch.grid,), (*launch.block,), launch.shared_bytes, launch.cooperative, self._order, self._seed
+        )
+        return self._built[key], parameters, request
+
+    def _here(self, built: Path, request: _Request, regions: Sequence[Region], launch: Launch) -> None:
         """In this process. Each thread has a library of its own: a machine is one thread of the operating system."""
-        request.regions, request.region_count = (_Region * len(regions))(*regions), len(regions)
+        request.regions, request.region_count = (Region * len(regions))(*regions), len(regions)
         counter = ctypes.c_int64(0)  # of blocks, counted by all
         request.next = ctypes.pointer(counter)
-        values = [_value(arg) for arg in launch.args]
+        values = [value_of(arg) for arg in launch.args]
         args = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(v) for v in values))
         machines = [_library(built, i) for i in range(1 if launch.cooperative else self._threads)]
         faults: list[str] = []
@@ -154,119 +197,20 @@ class Host:
 _RUNNING = threading.Lock()
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    """One of a kernel, as the compiler prints its type. base: without pointer and qualifiers."""
-
-    text: str
-    base: str
-    pointer: bool
-    const: bool
-
-    def __str__(self) -> str:
-        return self.text
-
-
-_ANY = {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16}
-_ANY |= {torch.float32, torch.float64}
-# C++ type -> the ctypes scalar, the dtypes of a tensor that a pointer to it may be
-_TYPES: dict[str, tuple[Any, set[torch.dtype]]] = {
-    "bool": (ctypes.c_bool, {torch.bool}),
-    "char": (ctypes.c_char, _ANY),
-    "signed char": (ctypes.c_int8, {torch.int8}),
-    "unsigned char": (ctypes.c_uint8, _ANY),
-    "short int": (ctypes.c_int16, {torch.int16}),
-    "int": (ctypes.c_int, {torch.int32}),
-    "unsigned int": (ctypes.c_uint, {torch.int32, torch.uint32}),
-    "long int": (ctypes.c_long, {torch.int64}),
-    "long unsigned int": (ctypes.c_ulong, {torch.int64, torch.uint64}),
-    "long long int": (ctypes.c_longlong, {torch.int64}),
-    "long long unsigned int": (ctypes.c_ulonglong, {torch.int64, torch.uint64}),
-    "float": (ctypes.c_float, {torch.float32}),
-    "double": (ctypes.c_double, {torch.float64}),
-    "__half": (None, {torch.float16}),
-    "__nv_bfloat16": (None, {torch.bfloat16}),
-    "__half2": (None, {torch.float16}),
-    "__nv_bfloat162": (None, {torch.bfloat16}),
-    "float2": (None, {torch.float32}),
-    "float4": (None, {torch.float32}),
-    "int2": (None, {torch.int32}),
-    "int4": (None, {torch.int32}),
-    "uint2": (None, _ANY),
-    "uint4": (None, _ANY),
-    "void": (None, _ANY),
-}
-
-
 @cache
-def _signature(built: Path, sanitizer: str | None) -> tuple[_Parameter, ...]:
-    """A kernel's parameters, from what the compiler printed: "... [with P = {const float*, int}]"."""
+def _signature(built: Path, sanitizer: str | None) -> tuple[Parameter, ...]:
     if sanitizer is None:
         printed = _library(built, 0).simt_signature().decode()
     else:
         printed = subprocess.run([*_prefix(sanitizer), built], capture_output=True, text=True, check=True).stdout
-    inside = printed[printed.index("{") + 1 : printed.rindex("}")]
-    found = []
-    for text in re.findall(r"(?:[^,<]|<[^>]*>)+", inside):
-        text = text.strip()
-        base = re.sub(r"\b(const|volatile)\b|\*.*", "", text).strip()
-        found.append(_Parameter(text, base, "*" in text, text.startswith("const ") and text.count("*") == 1))
-    return tuple(found)
-
-
-def _check(launch: Launch, parameters: Sequence[_Parameter]) -> None:
-    """The arguments are those of the signature, in number and type."""
-    if len(launch.args) != len(parameters):
-        raise ValueError(
-            f"{launch.name} takes {len(parameters)} arguments, not {len(launch.args)}\n"
-            f"    it takes: {', '.join(map(str, parameters))}"
-        )
-    for i, (arg, wanted) in enumerate(zip(launch.args, parameters, strict=True)):
-        scalar, dtypes = _TYPES.get(wanted.base, (None, set()))
-        if wanted.pointer:
-            if arg is None:
-                continue
-            if isinstance(arg, Tensor) and arg.dtype in dtypes and arg.device.type == "cpu":
-                continue
-            want = " or ".join(sorted(map(str, dtypes))) if len(dtypes) < 4 else "a"
-            fix = f"{want} tensor on the CPU, or None"
-        else:
-            if scalar is not None and type(arg) is scalar:
-                continue
-            fix = f"ctypes.{scalar.__name__}(...)" if scalar else "a kernel that takes numbers and pointers"
-        what = f"a {arg.dtype} tensor on {arg.device}" if isinstance(arg, Tensor) else f"a {type(arg).__name__}"
-        raise ValueError(f"{launch.name}: argument {i} is {what}, the kernel takes `{wanted}`\n    fix: {fix}")
-
-
-def _value(arg: Any) -> Any:
-    """What cuLaunchKernel gets the address of."""
-    return ctypes.c_void_p(arg.data_ptr() if isinstance(arg, Tensor) else None) if _is_pointer(arg) else arg
-
-
-def _is_pointer(arg: Any) -> bool:
-    return arg is None or isinstance(arg, Tensor)
-
-
-def _regions(launch: Launch, parameters: Sequence[_Parameter]) -> list[_Region]:
-    """The tensors' memory, from the first byte to the one behind the last; what may be written comes first.
-
-    What is const for one argument and written through another is not const.
-    """
-    found = []
-    for i, (t, parameter) in enumerate(zip(launch.args, parameters, strict=True)):
-        if isinstance(t, Tensor) and t.numel():
-            last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-            found.append(_Region(t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size(), i, parameter.const))
-    for region in found:
-        region.constant &= not any(r.start < region.end and region.start < r.end for r in found if not r.constant)
-    return sorted(found, key=lambda region: region.constant)
+    return parameters_of(printed)
 
 
 def _bytes(start: int, end: int) -> Any:
     return (ctypes.c_char * (end - start)).from_address(start)
 
 
-def _checksum(region: _Region) -> int:
+def _checksum(region: Region) -> int:
     return zlib.crc32(_bytes(region.start, region.end))
 
 
@@ -279,7 +223,8 @@ def _library(built: Path, number: int) -> Any:
             library = ctypes.CDLL(copy.name)
     else:
         library = ctypes.CDLL(str(built))
-    library.simt_launch.restype = library.simt_signature.restype = ctypes.c_char_p
+    for function in (library.simt_launch, library.simt_devices, library.simt_signature):
+        function.restype = ctypes.c_char_p
     return library
 
 
@@ -310,8 +255,16 @@ def _prefix(sanitizer: str) -> list[str]:
     return ["setarch", "-R"] if sanitizer == "thread" else []
 
 
-def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launch: Launch, sanitizer: str) -> None:
-    """In a process of its own: what tensors share stays shared, and nothing else lies beside them."""
+def _elsewhere(
+    built: Path,
+    request: _Request,
+    regions: Sequence[Region],
+    launch: Launch,
+    devices: Sequence[Device],
+    sanitizer: str,
+) -> None:
+    """In a process of its own, one launch or those of devices: what arguments share stays shared, and nothing else lies
+    beside them."""
     buffers: list[tuple[int, int]] = []
     for start, end in sorted((r.start, r.end) for r in regions):
         if buffers and start < buffers[-1][1]:
@@ -321,13 +274,24 @@ def _elsewhere(built: Path, request: _Request, regions: Sequence[_Region], launc
     parts = [bytes(request), struct.pack("Q", len(buffers))]
     for start, end in buffers:
         parts += [struct.pack("QQ", end - start, start % 256), bytes(_bytes(start, end))]
-    parts.append(struct.pack("Q", len(launch.args)))
-    for arg in launch.args:
-        if isinstance(arg, Tensor) and arg.numel():
-            at = next(i for i, (start, end) in enumerate(buffers) if start <= arg.data_ptr() < end)
-            parts.append(struct.pack("qQ", at, arg.data_ptr() - buffers[at][0]))
-        else:
-            parts.append(struct.pack("q", -1) + (b"" if _is_pointer(arg) else bytes(arg)).ljust(8, b"\0"))
+
+    def arguments(launch: Launch) -> None:
+        parts.append(struct.pack("Q", len(launch.args)))
+        for arg in launch.args:
+            start, end = extent(arg) if is_pointer(arg) else (0, 0)
+            if start < end:
+                at = next(i for i, (first, last) in enumerate(buffers) if first <= start < last)
+                parts.append(struct.pack("qQ", at, start - buffers[at][0]))
+            else:
+                parts.append(struct.pack("q", -1) + (b"" if is_pointer(arg) else bytes(arg)).ljust(8, b"\0"))
+
+    parts.append(struct.pack("Q", len(devices)))
+    for device in devices:
+        parts.append(struct.pack("qqq", len(device.launches), *device.sleeps))
+        for each in device.launches:
+            arguments(each)
+    if not devices:
+        arguments(launch)
     with tempfile.TemporaryDirectory() as folder:
         asked, told = Path(folder) / "launch", Path(folder) / "result"
         asked.write_bytes(b"".join(parts))

@@ -32,6 +32,8 @@ INSTANCES = (
     ("mla_decode.cu", "mla_decode<fp16, 8, 1, 5>"),
     ("sample_advance.cu", "sample_advance<bf16, 8>"),
     ("sample_options.cu", "sample_options<bf16, 512>"),
+    ("one_shot_all_reduce.cu", "one_shot_all_reduce<bf16, 512, 32, 32768>"),
+    ("one_shot_all_reduce.cu", "one_shot_all_reduce<float, 512, 32, 32768>"),
 )
 
 
@@ -53,17 +55,19 @@ gemv<fp16, 8, 4, 4, RMS_ZERO_CENTERED_IN_FP32>      110  110  112  128  126   38
 gemv<float, 4, 8, 4, NO_NORM>                       119  119  119  154  154   641 B
 add_rms_norm<bf16, 8, 2, 256>                        64   64   95   80   80    32 B
 add_rms_norm<float, 4, 4, 256>                       72   72   72   80   80    32 B
-decode_attention<bf16, 8, 4, 8, 1, 8, 1>            174  168  214  212  214  4272 B
-decode_attention<bf16, 8, 8, 32, 1, 32, 1>          243  244  255  255  255  8528 B
-decode_attention<float, 4, 8, 32, 2, 32, 2>         229  231  231  239  239  8528 B
+decode_attention<bf16, 8, 4, 8, 1, 8, 1>            156  157  158  155  155  4272 B
+decode_attention<bf16, 8, 8, 32, 1, 32, 1>          252  249  254  249  253  8528 B
+decode_attention<float, 4, 8, 32, 2, 32, 2>         229  231  235  235  234  8528 B
 qkv_rope_cache<bf16, 2, NO_NORM>                     48   48   44   39   44  1024 B
 qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>   47   48   48   45   45  4096 B
-queries_in<bf16, 8, 1>                              106  106   95   98  102  4096 B
-values_out<bf16, 8, 8>                              148  150  154  149  146     0 B
+queries_in<bf16, 8, 1>                               53   61   56   64   64  4096 B
+values_out<bf16, 8, 8>                              124  124  122  114  115     0 B
 mla_decode<bf16, 8, 2, 5>                           249  251  249  246  245     0 B
-mla_decode<fp16, 8, 1, 5>                           166  168  164  155  155     0 B
+mla_decode<fp16, 8, 1, 5>                           174  176  175  201  200     0 B
 sample_advance<bf16, 8>                              48   48   47   48   45    97 B
-sample_options<bf16, 512>                           102  102   98  100  100  17008 B""",
+sample_options<bf16, 512>                           102  102   98  100  100  17008 B
+one_shot_all_reduce<bf16, 512, 32, 32768>            39   39   40   42   48     0 B
+one_shot_all_reduce<float, 512, 32, 32768>           38   40   38   44   48     0 B""",
     )
 
 
@@ -88,7 +92,16 @@ def test_every_instance(dtype):
         for tiles, steps in itertools.product((1,) if dtype == "float" else (1, 2), range(1, 6)):
             made = compile_kernel("mla_decode.cu", f"mla_decode<{dtype}, {vector}, {tiles}, {steps}>", "sm_90")
             assert made.spilled_bytes == 0
+        for queries, width in itertools.product((1, 2, 4, 8), (64, 80, 256)):
+            vectors = width // vector
+            lanes = min(32, 1 << (vectors - 1).bit_length())
+            by = f"{lanes}, {-(-vectors // lanes)}"
+            name = f"decode_attention<{dtype}, {vector}, {queries}, {by}, {by}>"
+            assert all(compile_kernel("decode_attention.cu", name, a).spilled_bytes == 0 for a in ("sm_80", "sm_90"))
         assert compile_kernel("sample_advance.cu", f"sample_advance<{dtype}, {vector}>", "sm_90").spilled_bytes == 0
+    one_shot = f"one_shot_all_reduce<{dtype}, 512, 32, 32768>"
+    made = [compile_kernel("one_shot_all_reduce.cu", one_shot, arch) for arch in ARCHITECTURES]
+    assert [m.spilled_bytes for m in made] == [0] * len(made)
     for threads in (128, 512):
         made = [compile_kernel("sample_options.cu", f"sample_options<{dtype}, {threads}>", a) for a in ARCHITECTURES]
         assert [m.spilled_bytes for m in made] == [0] * len(made)

@@ -120,7 +120,7 @@ gdn_decode(q_conv=...): it needs a gradient, and cache_q is written in place
 def test_why_the_kernel_does_not_take_a_step():
     def reason(dtype=torch.bfloat16, arch="sm_90", **more):
         given = wide(case()) if dtype == torch.float64 else case(dtype=dtype)
-        given |= {"activation": "silu", **more}
+        given |= {"activation": "silu", "gate_act": "silu", **more}
         return gdn_decode.supports(given, arch)
 
     columns = torch.zeros(3, 6, 1, 2, dtype=torch.bfloat16).permute(0, 2, 3, 1)
@@ -162,7 +162,7 @@ def test_bad_input_is_refused_before_a_byte_is_written():
     for each in wrong:
         given = case() | each
         before = [given[name].clone() for name in STATES]
-        with pytest.raises(ValueError, match="gdn_decode") as error:
+        with pytest.raises((ValueError, TypeError), match="gdn_decode") as error:
             torch.ops.meshfn_cuda.gdn_step(**given)
         messages.append(str(error.value).splitlines()[0])
         assert all(given[name].equal(x) for name, x in zip(STATES, before, strict=True))
@@ -173,7 +173,7 @@ gdn_decode(cache_q=...): U is 3 in the config but 4 in cache_q
 gdn_decode(cache_state=...): B is 3 in q but 2 in cache_state
 gdn_decode(dt_bias=...): 5 numbers, where a has 4 decays
 gdn_decode(z=...): H is 5 in v but 4 in z
-gdn_decode: float32 with float64
+gdn_decode(o_norm=...): it is torch.float64, and v torch.float32
 gdn_decode(k_conv=...): F is 12 in the config but 4 in k_conv""",
     )
 

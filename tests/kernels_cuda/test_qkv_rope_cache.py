@@ -155,7 +155,7 @@ qkv_rope_cache(v_cache=...): T is 6 in k_cache but 5 in v_cache
     v_cache: B T K V = 2 5 1 16
                          ^
     so far: B=2 S=1 H=2 E=16 K=1 V=16 Q=8 T=6
-qkv_rope_cache: q_norm and k_norm are needed together
+qkv_rope_cache(k_norm=None): q_norm and k_norm are needed together
     fix: pass both, or neither
 qkv_rope_cache(cos=...): R is 18, more than E=16 in q
 qkv_rope_cache(q_norm=...): it is torch.float16, and q torch.float32

@@ -263,6 +263,7 @@ program tiny   float64   batch 3   max_len 40   chunk 4
   runs     eagerly: ranks are threads, among which the compiler is not safe
   agrees   once a call; on 10.3 KiB of weights, which other ranks hold too, when these may have changed
   choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more
+  sums     over tp by the library's all-reduce (one_shot_all_reduce: no float64)
 
 prefill   7 exchanges, sends 3.3 KiB, receives 3.3 KiB
   all-gather  over dp/tp  agreement  x1    144 B

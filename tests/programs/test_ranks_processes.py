@@ -20,7 +20,9 @@ import torch.distributed as dist
 from meshfn import functional as F
 from meshfn import programs
 from meshfn import sharding as sh
+from meshfn.programs import pair_sums
 
+from ..kernels_cuda.two_gpus import FakeMemory, TwoGpus
 from ..sharding import gloo
 from . import test_rank_faults as faults
 from . import test_ranks as ranks
@@ -30,7 +32,7 @@ LIMIT = 2.0  # seconds of an exchange, where a rank is slower
 
 @pytest.fixture(scope="module")
 def four():
-    return gloo.run(4, [tokens, differing, weights, slow, saved, killed, left_behind], limit=240.0, fresh=True)
+    return gloo.run(4, [tokens, differing, refused, weights, slow, saved, killed, left_behind], limit=240.0, fresh=True)
 
 
 def tokens():
@@ -214,3 +216,26 @@ def test_what_is_called_without_it(four):
         assert all(seconds < 40 for _, seconds in found)
     assert "during the agreement of ranks on what build was told" in found[0][0]
     assert "during the agreement of ranks on what save_shards was told" in found[1][0]
+
+
+def refused():
+    """What a plan says of sums over tp where every second rank has no memory to share, and what is left of the others'."""
+    layout, _, parts = ranks.CASES[0]
+    of, gpus, rank = ranks.made(parts), TwoGpus(), dist.get_rank()
+
+    def memory_of(device):
+        if rank % 2:
+            raise RuntimeError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        return FakeMemory(gpus, rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair_sums, "place_rule", lambda device: None)
+        patch.setattr(pair_sums, "memory_of", memory_of)
+        program = programs.build(of, mesh=gloo.mesh_of(dp=2, tp=2), layout=layout, batch=2, dtype=torch.float32)
+    return program.plan.sums, gpus.live
+
+
+def test_two_ranks_link_or_neither_does(four):
+    why = "rank 1 of the pair: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"
+    line = f"over tp by the library's all-reduce (one_shot_all_reduce: {why})"
+    assert four["refused"] == [(line, {})] * 4

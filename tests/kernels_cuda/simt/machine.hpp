@@ -87,6 +87,8 @@ struct Block {
   std::vector<char> kept;          // static shared memory, while another block runs
   unsigned live = 0, waiting = 0;  // threads that have not exited; that stand at a barrier
   unsigned phase = 0;              // barriers passed, in earlier blocks too
+  void** args = nullptr;           // of the call that it runs
+  char* line = nullptr;            // of calls that follow one another, what TSan orders them by; else null
   int votes = 0, voted = 0;        // for this barrier so far; the result of the last
   char memory[256];                // one byte a barrier, used in turn
 };
@@ -106,6 +108,15 @@ struct Request {
   uint32_t seed;
   int64_t* next;    // which block comes next, counted by all who run blocks of this launch
   Region* regions;  // the arguments' memory, those first that may be written
+  uint64_t region_count;
+};
+
+// A GPU among several that run one kernel at once, over memory that they share. It makes its calls one after the other,
+// and stands still in some of the scheduler's rounds. args: of each call.
+struct Device {
+  int64_t calls, sleeps_from, sleeps_to;
+  void*** args;
+  Region* regions;
   uint64_t region_count;
 };
 

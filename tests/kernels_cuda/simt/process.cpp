@@ -1,5 +1,5 @@
-// A launch in a process of its own, under a sanitizer: read from a file, its buffers with red zones on both sides, and
-// what became of them written to another. harness.py writes the one and reads the other.
+// A launch in a process of its own, under a sanitizer, or those of several GPUs: read from a file, its buffers with red
+// zones on both sides, and what became of them written to another. harness.py writes the one and reads the other.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +10,7 @@
 #endif
 
 SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args);
+SIMT_EXPORT const char* simt_devices(const simt::Request* request, const simt::Device* devices, uint64_t count);
 
 namespace {
 
@@ -40,6 +41,19 @@ Buffer read_buffer() {
   return buffer;
 }
 
+// A call's arguments, as cuLaunchKernel gets them.
+void** read_arguments(const std::vector<Buffer>& buffers) {
+  auto values = new std::vector<uint64_t>(take<uint64_t>());
+  auto args = new std::vector<void*>;
+  for (uint64_t& value : *values) {
+    auto buffer = take<int64_t>();  // -1: no pointer into one
+    value = take<uint64_t>();
+    if (buffer >= 0) value += reinterpret_cast<uint64_t>(buffers[buffer].start);
+    args->push_back(&value);
+  }
+  return args->data();
+}
+
 }  // namespace
 
 int main(int count, char** names) {
@@ -50,15 +64,18 @@ int main(int count, char** names) {
   request.next = &next;
   std::vector<Buffer> buffers(take<uint64_t>());
   for (Buffer& buffer : buffers) buffer = read_buffer();
-  std::vector<uint64_t> values(take<uint64_t>());
-  std::vector<void*> args;
-  for (uint64_t& value : values) {
-    auto buffer = take<int64_t>();  // -1: no pointer into one
-    value = take<uint64_t>();
-    if (buffer >= 0) value += reinterpret_cast<uint64_t>(buffers[buffer].start);
-    args.push_back(&value);
+  const char* fault;
+  if (auto count = take<uint64_t>()) {
+    std::vector<simt::Device> devices(count);
+    for (simt::Device& device : devices) {
+      device = {take<int64_t>(), take<int64_t>(), take<int64_t>(), nullptr, nullptr, 0};
+      device.args = new void**[device.calls];
+      for (int64_t call = 0; call < device.calls; call++) device.args[call] = read_arguments(buffers);
+    }
+    fault = simt_devices(&request, devices.data(), count);
+  } else {
+    fault = simt_launch(&request, read_arguments(buffers));
   }
-  const char* fault = simt_launch(&request, args.data());
   std::FILE* output = std::fopen(names[2], "wb");
   uint64_t length = fault ? std::strlen(fault) : 0;
   std::fwrite(&length, sizeof length, 1, output);

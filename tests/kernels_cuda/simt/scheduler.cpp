@@ -54,13 +54,15 @@ void live() {  // a thread's life, block after block
   arrived_first();
   for (;;) {
     acquire(&launch.memory[2]);
-    simt_entry.call(launch.args);
+    if (char* line = current->block->line) acquire(line);
+    simt_entry.call(current->block->args);
     Thread& me = *current;
     me.state = State::exited;
     me.warp->exited |= 1u << me.lane;
     me.block->live--;
     changed = true;
     release(&launch.memory[3]);
+    if (char* line = me.block->line) release(line + 1);
     switch_fiber(me.fiber, scheduler);
   }
 }
@@ -98,6 +100,8 @@ void begin(Block& block, uint64_t number) {
                  unsigned(number / grid_dim.x / grid_dim.y)};
   block.live = unsigned(block.threads.size());
   block.waiting = 0;
+  block.args = launch.args;
+  block.line = nullptr;
   for (Warp& warp : block.warps) {
     warp.groups.clear();
     warp.exited = 0;
@@ -124,9 +128,16 @@ void bury() {
   spent.clear();
 }
 
-// Give each thread of the block that can run one turn. True where one could.
+// Give each thread of the block that can run one turn. True where one could. Static shared memory has one place: each of
+// several blocks finds there what it left.
 bool turns(Block& block) {
   bool moved = false;
+  size_t bytes = simt_shared_end - simt_shared_start;
+  bool several = launch.alive.size() > 1;
+  if (several) {
+    forget(simt_shared_start, bytes);
+    copy(simt_shared_start, block.kept.data(), bytes);
+  }
   block_index = block.index;
   dynamic_shared = block.dynamic;
   if (launch.request.order == 2) shuffle(block.order);
@@ -142,27 +153,20 @@ bool turns(Block& block) {
       launch.fault = report("a thread used more than 128 KiB of stack", block, "smaller arrays in the kernel's frame");
     if (!launch.fault.empty()) return false;
   }
+  if (several) copy(block.kept.data(), simt_shared_start, bytes);
   return moved;
 }
 
-// Run the blocks that are alive, in turn, until all have exited or one has a fault. Static shared memory has one place:
-// each of several blocks finds there what it left.
+// Run the blocks that are alive, in turn, until all have exited or one has a fault.
 void run() {
-  size_t bytes = simt_shared_end - simt_shared_start;
-  bool several = launch.alive.size() > 1;
   for (long idle = 0; launch.fault.empty();) {
     bool moved = false, left = false;
     changed = false;
     if (launch.request.order == 2) shuffle(launch.alive);
     for (Block* block : launch.alive) {
       if (!block->live) continue;
-      if (several) {
-        forget(simt_shared_start, bytes);
-        copy(simt_shared_start, block->kept.data(), bytes);
-      }
       moved |= turns(*block);
       if (!launch.fault.empty()) return;
-      if (several) copy(block->kept.data(), simt_shared_start, bytes);
       left |= block->live != 0;
     }
     if (!left) return;
@@ -217,18 +221,37 @@ long long tick() { return ++ticks; }
 
 }  // namespace simt
 
-// Run a kernel. Returns null, or what was wrong; that text lives until the next launch.
-SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
-  using namespace simt;
+namespace simt {
+namespace {
+
+// Forget the last launch. False where this one is refused.
+bool prepare_launch(const Request* request) {
   launch = Launch{};
   launch.request = *request;
   grid_dim = dim3(request->grid[0], request->grid[1], request->grid[2]);
   block_dim = dim3(request->block[0], request->block[1], request->block[2]);
   launch.fault = refused(*request);
-  if (!launch.fault.empty()) return launch.fault.c_str();
-  launch.args = args;
   ticks = 0;
   dice = request->seed;
+  return launch.fault.empty();
+}
+
+void give_stacks_back() {  // of blocks that ran at once, which few launches need
+  for (size_t i = 8; i < blocks.size(); i++) {
+    discard(*blocks[i]);
+    delete blocks[i];
+  }
+  if (blocks.size() > 8) blocks.resize(8);
+}
+
+}  // namespace
+}  // namespace simt
+
+// Run a kernel. Returns null, or what was wrong; that text lives until the next launch.
+SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
+  using namespace simt;
+  if (!prepare_launch(request)) return launch.fault.c_str();
+  launch.args = args;
   unsigned count = block_dim.x * block_dim.y * block_dim.z;
   uint64_t total = uint64_t(grid_dim.x) * grid_dim.y * grid_dim.z;
   launch.total = total * count;
@@ -258,11 +281,7 @@ SIMT_EXPORT const char* simt_launch(const simt::Request* request, void** args) {
   }
   acquire(&launch.memory[3]);
   bury();  // under TSan not before: whoever frees must have waited, and then so would have the blocks that follow
-  for (size_t i = 8; i < blocks.size(); i++) {  // few launches are cooperative: give the many stacks back
-    discard(*blocks[i]);
-    delete blocks[i];
-  }
-  if (blocks.size() > 8) blocks.resize(8);
+  give_stacks_back();
   return launch.fault.empty() ? nullptr : launch.fault.c_str();
 }
 
