@@ -86,7 +86,7 @@ def interleaved():
 
 def test_two_programs_by_turns(two):
     for built, found, compiles, open_, closed, _, _ in two["interleaved"]:
-        assert built == 10, "what ranks tell each other before and after they compile, and no more"
+        assert built == 6, "what ranks tell each other before and after they compile, and no more"
         assert found == [True] * len(found)
         assert compiles == [(1, 1)] * 2
         assert (open_, closed) == (1, 0)
