@@ -75,18 +75,18 @@ class RankProgram(Program):
         layout: Layout,
         prefill_layout: Layout | None = None,
     ) -> None:
+        self.why_eager, self._all, self._at = why_eager, sizes, "build"
+        ranks, reading = (Ranks(model.config, mesh, each or layout, device) for each in (layout, prefill_layout))
+        own = dataclasses.replace(model, params=ranks.params(model.params))
+        others = prefill_layout is not None and reads_others(reading, ranks, model.params)
+        read = reading.params(model.params) if others else own.params
+        self._copies = Copies(*all_held((ranks, own.params), (reading, read)), ranks.agreement)
+        self._copies.compare("build")
         self.sums = PairSums(mesh, layout, device, dtype)
         mesh = self.sums.mesh
         self.ranks = self.reading = Ranks(model.config, mesh, layout, device)
         if prefill_layout is not None:
             self.reading = Ranks(model.config, mesh, prefill_layout, device)
-        self.why_eager, self._all, self._at = why_eager, sizes, "build"
-        own = dataclasses.replace(model, params=self.ranks.params(model.params))
-        read = own.params
-        if self.reading is not self.ranks and reads_others(self.reading, self.ranks, model.params):
-            read = self.reading.params(model.params)
-        self._copies = Copies(*all_held((self.ranks, own.params), (self.reading, read)), self.ranks.agreement)
-        self._copies.compare("build")
         self._port = Port(mesh) if why_eager is None else None
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, kernels, strict, why_eager is None)
         self.batch, self._rows_read = sizes.batch, self.reading.sizes(sizes).batch
