@@ -93,7 +93,7 @@ def test_the_plan_says_who_adds_up(run):
         text = run(lambda program, at: str(program.plan), axes, parts=parts, gpus=gpus)[0]
         lines += re.findall(r"  mesh .*|  sums.*", text)
     assert_expected_inline(
-        "\n".join([*lines, *text.splitlines()[-10:]]),
+        "\n".join([*lines, *text.splitlines()[-12:]]),
         """\
   mesh     tp=2, rank 0
   sums     over tp by the library's all-reduce (one_shot_all_reduce: cpu, only cuda)
@@ -103,15 +103,17 @@ def test_the_plan_says_who_adds_up(run):
   mesh     tp=2, rank 0
   sums     over tp with rank 1 by one_shot_all_reduce, up to 1.0 MiB, 2.0 MiB of exchange memory on this rank; a wait ends after 60 s
 
-prefill   6 exchanges, sends 2.4 KiB, receives 2.4 KiB
-  one_shot_all_reduce  over tp  embedded  x1    480 B
-  one_shot_all_reduce  over tp  out       x4  1.9 KiB
-  all-gather           over tp  shares    x1     36 B
+prefill   7 exchanges, sends 2.4 KiB, receives 2.4 KiB
+  all-gather           over tp  agreement  x1     48 B
+  one_shot_all_reduce  over tp  embedded   x1    480 B
+  one_shot_all_reduce  over tp  out        x4  1.9 KiB
+  all-gather           over tp  shares     x1     36 B
 
-decode   6 exchanges, sends 636 B, receives 636 B
-  one_shot_all_reduce  over tp  embedded  x1  120 B
-  one_shot_all_reduce  over tp  out       x4  480 B
-  all-gather           over tp  shares    x1   36 B""",
+decode   7 exchanges, sends 684 B, receives 684 B
+  all-gather           over tp  agreement  x1   48 B
+  one_shot_all_reduce  over tp  embedded   x1  120 B
+  one_shot_all_reduce  over tp  out        x4  480 B
+  all-gather           over tp  shares     x1   36 B""",
     )
 
 
@@ -165,10 +167,10 @@ def test_a_sum_beyond_the_cap_is_the_librarys(run, monkeypatch):
     assert_expected_inline(
         "\n".join(re.findall(r".*all.reduce  .*", text)),
         """\
-  all-reduce  over tp  embedded  x1    480 B
-  all-reduce  over tp  out       x4  1.9 KiB
-  one_shot_all_reduce  over tp  embedded  x1  120 B
-  one_shot_all_reduce  over tp  out       x4  480 B""",
+  all-reduce  over tp  embedded   x1    480 B
+  all-reduce  over tp  out        x4  1.9 KiB
+  one_shot_all_reduce  over tp  embedded   x1  120 B
+  one_shot_all_reduce  over tp  out        x4  480 B""",
     )
 
 
@@ -193,9 +195,11 @@ def test_a_peer_that_is_gone(run, monkeypatch):
 rank 0: one_shot_all_reduce over tp with rank 1 failed: the peer's message 21 of channel 0 did not come within 1e-06 s
     a peer is gone, was slower than the time limit, or made another call     mesh: tp=2
     fix: end all ranks and build the program again
+    during decode, step 4 after prefill
 rank 1: one_shot_all_reduce over tp with rank 0 failed: the peer's message 22 of channel 0 did not come within 1e-06 s
     a peer is gone, was slower than the time limit, or made another call     mesh: tp=2
-    fix: end all ranks and build the program again""",
+    fix: end all ranks and build the program again
+    during decode, step 4 after prefill""",
     )
     assert list(gpus.live.values()) == [0, 0]  # given back with the process: nobody waits for a peer that is gone
 

@@ -18,6 +18,7 @@ from meshfn import sharding as sh
 from meshfn.programs import dynamo
 from meshfn.programs.exchanges import in_order, is_exchange
 from meshfn.programs.lower import with_table
+from meshfn.programs.pair_sums import PairSums
 from meshfn.programs.rank_plan import make_rank_plan
 from meshfn.programs.ranks import Ranks
 from meshfn.programs.sizes import Sizes, Target
@@ -103,7 +104,8 @@ def test_the_plan_and_the_graph():
     of, held = ranks.made(parts), Ranks(ranks.made(parts).config, at, layout, torch.device("cpu"))
     own = dataclasses.replace(of, params=held.params(of.params))
     target = Target("cpu", torch.float64)
-    plan = make_rank_plan(own, held, Sizes(**ranks.SIZES), target, with_table(target, ()), None)
+    sums, by = PairSums(at, layout, torch.device("cpu"), torch.float64), ((held, own.params),) * 2
+    plan = make_rank_plan(own, by, Sizes(**ranks.SIZES), target, with_table(target, ()), None, sums)
     text, graph = str(plan), str(plan.steps["decode"].graph)
     layer = graph[graph.index("\nlayer_0") :]
     start, end = text.index("decode of this rank"), text.index("  after the layers", text.index("decode of this rank"))

@@ -181,7 +181,7 @@ program tiny   float64   batch 4   max_len 40   chunk 4
   cache    26.1 KiB on this rank, 1 x (k 2 65 1 4, v 2 65 1 4); 1 x (k 2 65 2 4, v 2 65 2 4); 1 x (k 2 7 2 4, v 2 7 2 4)
   prompts  ulysses("cp", tp="tp")
            with 15.3 KiB of weights, parts of the model that was given; caches of 34.2 KiB more while they are read
-  runs     eagerly
+  runs     eagerly: ranks are threads, among which the compiler is not safe
    4 exchanges, sends 32.8 KiB, receives 16.8 KiB
   all-to-all  over cp  cache_k, cache_v  x3  16.8 KiB
   all-gather  over tp  cache_k, cache_v  x1  16.0 KiB
@@ -192,7 +192,7 @@ program tiny   float64   batch 4   max_len 40   chunk 4
   cache    18.2 KiB on this rank, 1 x (k 4 65 1 4, v 4 65 1 4); 1 x (k 4 8 1 4, v 4 8 1 4)
   prompts  ulysses("tp")
            with 22.1 KiB of weights, parts of the model that was given; caches of 18.2 KiB more while they are read
-  runs     eagerly
+  runs     eagerly: ranks are threads, among which the compiler is not safe
    0 exchanges, sends 0 B, receives 0 B""",
     )
 
