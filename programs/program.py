@@ -16,7 +16,20 @@ from ..functional.cache import Cache
 from .asked import Asked, read_asked
 from .captured import CapturedDecode, launch_steps, leaf_names
 from .chooser import Chooser
-from .generate import Generation, Streamer, Timings, assemble, check_state, crossing, now, run_decode, turned, turns_of
+from .generate import (
+    AllRows,
+    Generation,
+    Rows,
+    Streamer,
+    Timings,
+    assemble,
+    check_state,
+    crossing,
+    now,
+    run_decode,
+    turned,
+    turns_of,
+)
 from .graph import LeafPaths
 from .held import Held
 from .kernel import Kernel
@@ -42,6 +55,10 @@ class Program(Held):
     On a GPU decode is one graph, choice and all, captured when built and again, with a logged line, when a leaf moved.
     `with build(...) as program:` closes it at the end.
     """
+
+    # Who has which rows of a call, and who reads their prompts.
+    ranks: Rows = AllRows()
+    reading: Rows = AllRows()
 
     def __init__(
         self,
@@ -184,10 +201,13 @@ class Program(Held):
             padding=None if padding in (self.model.eos_token_id if ends is None else ends) else padding,
         )
 
-    def _chunks(
-        self, rows: list[list[int]], most: int = 0
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
-        """tokens `B C`, positions `B C`, last `B` of each prefill call, and the slots it reads."""
+    def _read_here(self, read: Prompts) -> tuple[list[list[int]], int]:
+        """The rows whose prompts are read here, and the tokens of the longest on any rank."""
+        return read.rows[self.reading.own(len(read.rows))], max(map(len, read.rows))
+
+    def _chunks(self, rows: list[list[int]], most: int) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+        """tokens `B C`, positions `B C`, last `B` of each call that reads prompts, and the slots it reads. most: tokens
+        of the longest row on any rank: all ranks make as many calls, with rows or without."""
         for tokens, positions, last in cut(rows, self._rows_read, self.sizes.chunk, most):
             wanted = max(map(max, positions)) + 1
             t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
@@ -205,8 +225,8 @@ class Program(Held):
     def _run_prefill(
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
     ) -> State:
-        """The state with the rows that are not empty read into the cache, and their first new token. rows: as
-        `_own_read` gives them. most: tokens of the longest row on any rank."""
+        """The state with the rows that are not empty read into the cache, and their first new token. rows: those whose
+        prompts are read here. most: see `_chunks`."""
         length = lengths(rows, self._rows_read, self.device)
         for tokens, positions, last, read in self._chunks(rows, most):
             state = self.prefill.step(*inputs, state, tokens, positions, last, length, eos, read)
@@ -214,10 +234,10 @@ class Program(Held):
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """Read prompts into the cache, from its first slot on -> the state after them, with the first new token."""
-        read = self._prompts(prompts, attention_mask)
+        rows, most = self._read_here(self._prompts(prompts, attention_mask))
         stop = end_tokens(eos_token_id)
         with self._alone():
-            state = self._run_prefill(self._inputs(), self._start(), read.rows, self._eos(stop))
+            state = self._run_prefill(self._inputs(), self._start(), rows, self._eos(stop), most)
             return dataclasses.replace(state, session=self._session)
 
     def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
@@ -280,7 +300,7 @@ class Program(Held):
             options=options,
         )
         read, choose, streamer = asked.read, self._chooser(asked), asked.streamer
-        rows, most = self._own(read.rows), max(map(len, read.rows))
+        rows, (rows_read, most) = read.rows[self.ranks.own(len(read.rows))], self._read_here(read)
         with self._alone():
             begin = now(self.device)
             eos = self._eos(asked.ends)
@@ -303,7 +323,7 @@ class Program(Held):
                 streamer.put(read.input_ids)
             if self._captured is not None and choose.needed:
                 choose.fill(self._captured.choice)
-            state = self._run_prefill(inputs, self._start(), self._own_read(read.rows), eos, most)
+            state = self._run_prefill(inputs, self._start(), rows_read, eos, most)
             state = choose(state, lengths(rows, self._rows, self.device) - 1, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
@@ -315,9 +335,9 @@ class Program(Held):
                 ends=asked.ends,
                 texts=asked.texts,
                 streamer=streamer,
-                anywhere=self._anywhere,
+                anywhere=self.ranks.anywhere,
             )
-            tokens, logprobs = self._of_all(tokens, len(read.rows)), self._of_all(logprobs, len(read.rows))
+            tokens, logprobs = (self.ranks.of_all(x, len(read.rows)) for x in (tokens, logprobs))
             end = now(self.device)
         return assemble(
             read,
@@ -340,7 +360,8 @@ class Program(Held):
             ),
         )
 
-    # What a rank among several does otherwise: it has some of the rows, and compiles beside others.
+    # What a rank among several does otherwise: it agrees with others first, chooses by parts of logits, may read
+    # prompts with other weights into other caches, and compiles beside others.
 
     def _ready(self, phase: Phase) -> None:
         """Called before a phase runs that may not be compiled yet."""
@@ -359,42 +380,26 @@ class Program(Held):
             **asked.options,
         )
 
-    def _own(self, rows: list[list[int]]) -> list[list[int]]:
-        """The rows that are computed here."""
-        return rows
-
-    def _own_read(self, rows: list[list[int]]) -> list[list[int]]:
-        """The rows whose prompts are read here."""
-        return rows
-
     def _inputs_read(self) -> tuple[Any, Any]:
         """Parameters and caches as prompts are read with."""
         return self._inputs()
-
-    def _anywhere(self, live: bool) -> bool:
-        """Whether some row still goes on, here or on another rank."""
-        return live
-
-    def _of_all(self, x: Tensor, rows: int) -> Tensor:
-        """x of the rows here -> of all `rows`."""
-        return x
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
 
         Its graph is compiled at the first call.
         """
-        read = self._prompts(prompts, attention_mask)
+        rows, most = self._read_here(self._prompts(prompts, attention_mask))
         with self._alone():
             self._ready(self._score)
             self._session += 1
             inputs = self._inputs_read()
             parts = []
-            targets = [[*row[1:], 0] for row in read.rows]
-            length = lengths(read.rows, self._rows_read, self.device)
+            targets = [[*row[1:], 0] for row in rows]
+            length = lengths(rows, self._rows_read, self.device)
             for (tokens, positions, _, slots), (wanted, *_) in zip(
-                self._chunks(read.rows), self._chunks(targets), strict=True
+                self._chunks(rows, most), self._chunks(targets, most), strict=True
             ):
                 parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
         found = torch.cat(parts, 1).cpu()
-        return [found[i, : len(row) - 1] for i, row in enumerate(read.rows)]
+        return [found[i, : len(row) - 1] for i, row in enumerate(rows)]

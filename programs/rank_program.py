@@ -33,7 +33,7 @@ from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
 from ..sharding.opaque import Port
 from .agreement import OfRows, Said, during
-from .asked import Asked, read_asked
+from .asked import Asked
 from .chooser import Chooser
 from .copies import COMPARE, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
@@ -43,7 +43,7 @@ from .model import Model
 from .pair_sums import PairSums
 from .phase import Phase
 from .program import Program
-from .prompts import Prompts, end_tokens
+from .prompts import end_tokens
 from .rank_plan import RankPlan, make_rank_plan
 from .rank_steps import compiled_seam
 from .ranks import Ranks
@@ -59,7 +59,11 @@ __all__ = ["RankProgram"]
 class RankProgram(Program):
     """A rank's own. params: its shards; may be set to others, or to a whole model's. why_eager: None where it is
     compiled. prefill_layout: by which prompts are read, `layout` unless given; caches are then handed over to it.
+    ranks, reading: by which a rank decodes and reads prompts. No step is captured: on a GPU each is one call.
     """
+
+    ranks: Ranks
+    reading: Ranks
 
     def __init__(
         self,
@@ -75,7 +79,8 @@ class RankProgram(Program):
         layout: Layout,
         prefill_layout: Layout | None = None,
     ) -> None:
-        self.why_eager, self._all, self._at = why_eager, sizes, "build"
+        self.why_eager, self._all = why_eager, sizes
+        self._at, self._steps_taken = "build", 0
         ranks, reading = (Ranks(model.config, mesh, each or layout, device) for each in (layout, prefill_layout))
         own = dataclasses.replace(model, params=ranks.params(model.params))
         others = prefill_layout is not None and reads_others(reading, ranks, model.params)
@@ -211,18 +216,11 @@ class RankProgram(Program):
         self._copies.check(function, every)
         return every
 
-    def _prompts(self, *given: Any, **more: Any) -> Prompts:
-        """This rank's."""
-        found = super()._prompts(*given, **more)
-        own = self.reading.own(len(found.rows))
-        return Prompts(found.rows[own], found.input_ids[own], found.attention_mask[own])
-
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """As of one rank."""
 
         def read() -> dict[str, Any]:
-            found = Program._prompts(self, prompts, attention_mask)
-            return {"prompts": found.rows, "eos_token_id": end_tokens(eos_token_id)}
+            return {"prompts": self._prompts(prompts, attention_mask).rows, "eos_token_id": end_tokens(eos_token_id)}
 
         self._agree("prefill", read)
         return super()._prefill(prompts, attention_mask=attention_mask, eos_token_id=eos_token_id)
@@ -240,7 +238,8 @@ class RankProgram(Program):
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """As of one rank, of this rank's rows."""
-        self._agree("score", lambda: {"prompts": Program._prompts(self, prompts, attention_mask).rows})
+        self._agree("score", lambda: {"prompts": self._prompts(prompts, attention_mask).rows})
+        self._at = "score"
         return super().score(prompts, attention_mask=attention_mask)
 
     def _asked(self, **given: Any) -> Asked:
@@ -248,7 +247,7 @@ class RankProgram(Program):
 
         def read() -> dict[str, Any]:
             nonlocal asked
-            asked = read_asked(self.model, self.batch, super(RankProgram, self)._prompts, **given)
+            asked = Program._asked(self, **given)
             self._check(asked)
             return {
                 "prompts": asked.read.rows,
@@ -309,18 +308,6 @@ class RankProgram(Program):
 
     def _chooser(self, asked: Asked) -> Chooser:
         return RankChooser(self, asked)
-
-    def _own(self, rows: list[list[int]]) -> list[list[int]]:
-        return rows[self.ranks.own(len(rows))]
-
-    def _own_read(self, rows: list[list[int]]) -> list[list[int]]:
-        return rows[self.reading.own(len(rows))]
-
-    def _anywhere(self, live: bool) -> bool:
-        return self.ranks.anywhere(live)
-
-    def _of_all(self, x: Tensor, rows: int) -> Tensor:
-        return self.ranks.of_all(x, rows)
 
 
 class RankChooser(Chooser):

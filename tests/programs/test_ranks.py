@@ -110,6 +110,25 @@ def test_rows_end_at_different_lengths_on_different_ranks(axes):
         torch.testing.assert_close(of_rank, scores[own], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("case", [3, 6], ids=str)
+def test_prompts_of_other_lengths_on_other_ranks(case):
+    """Of rows over dp, and of experts that are dealt out, whose ranks wait for each other in every chunk; also where
+    there are fewer prompts than ranks."""
+    layout, axes, parts = CASES[case]
+    of = made(parts)
+    one, calls = programs.build(of, compile=False, **SIZES), (PROMPTS, PROMPTS[1:], PROMPTS[:1])
+    want = [(one.prefill(prompts).token, one.score(prompts)) for prompts in calls]
+
+    def body(at):
+        program = build(of, layout, at)
+        return [(program.prefill(each).token, program.score(each), program.ranks.own(len(each))) for each in calls]
+
+    for found in sh.Threads(sh.Mesh(**axes)).run(body):
+        for (token, scores, own), (token_of_all, scores_of_all) in zip(found, want, strict=True):
+            assert token[: own.stop - own.start].tolist() == token_of_all[own].tolist()
+            torch.testing.assert_close(scores, scores_of_all[own], rtol=1e-9, atol=1e-9)
+
+
 def test_caches_are_of_the_ranks_own_shapes():
     def shapes(at, parts, layout):
         return [[tuple(leaf.shape) for leaf in F.tree.leaves(c)] for c in build(made(parts), layout, at).cache]
