@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import sharding as sh
 from ..sharding.ports import Sized
+from ..sharding.shards import Ranges, ranges_of
 from .agreement import Agreement, Said, digest, named
 
 __all__ = ["COMPARE", "REPLACED", "STREAMS", "Copies", "Piece", "bits", "pieces_of"]
@@ -181,7 +182,7 @@ def pieces_of(lies: Mapping[str, Sized], mesh: sh.Mesh) -> list[Piece]:
 
 
 def _cut(each: Sized, mesh: sh.Mesh) -> list[tuple[tuple[int, ...], tuple[slice, ...] | None]]:
-    held = [[_ranges(part) for part in each.spec.slices(each.sizes, mesh, rank)] for rank in range(mesh.size)]
+    held = [[ranges_of(part) for part in each.spec.slices(each.sizes, mesh, rank)] for rank in range(mesh.size)]
     dims: list[list[tuple[int, int]]] = []
     for of_ranks in zip(*held, strict=True):
         ends = sorted({end for ranges in of_ranks for pair in ranges for end in pair})
@@ -196,16 +197,7 @@ def _cut(each: Sized, mesh: sh.Mesh) -> list[tuple[tuple[int, ...], tuple[slice,
     return found
 
 
-def _ranges(part: Any) -> list[tuple[int, int]]:
-    """An index of one dimension as ranges, in the order in which they lie in the shard."""
-    if isinstance(part, slice):
-        return [(part.start, part.stop)]
-    where = part.flatten().tolist()
-    starts = [i for i, n in enumerate(where) if not i or n != where[i - 1] + 1]
-    return [(where[a], where[b - 1] + 1) for a, b in zip(starts, [*starts[1:], len(where)], strict=True)]
-
-
-def _place(ranges: list[tuple[int, int]], box: tuple[int, int]) -> slice | None:
+def _place(ranges: Ranges, box: tuple[int, int]) -> slice | None:
     """Where a range lies in a shard of ranges; None where it is not in it."""
     at = 0
     for start, stop in ranges:

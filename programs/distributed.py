@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import secrets
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ..functional import TreeError, tree
 from ..sharding import Mesh, SpecError, TransportError
+from ..sharding.shards import ranges_of
 from .agreement import Agreement
 from .checkpoint import listed
 
@@ -189,14 +191,13 @@ def _boxes(x: Tensor, index: tuple[Any, ...]) -> Iterator[tuple[tuple[int, ...],
     """Each range of ranges of a global tensor, with what of the shard stands there."""
     parts: list[tuple[tuple[int, ...], Tensor]] = [((), x)]
     for dim, some in enumerate(index):
-        where = [*range(some.start, some.stop)] if isinstance(some, slice) else some.flatten().tolist()
-        starts = [i for i, n in enumerate(where) if not i or n != where[i - 1] + 1]
-        ends = [*starts[1:], len(where)]
+        ranges = ranges_of(some)
+        lies = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
+        where = [*zip(lies, ranges, strict=False)]
         parts = [
-            ((*offset, where[a]), part.narrow(dim, a, b - a))
+            ((*offset, start), part.narrow(dim, at, stop - start))
             for offset, part in parts
-            for a, b in zip(starts, ends, strict=True)
-            if b > a
+            for at, (start, stop) in where
         ]
     yield from parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -17,7 +18,7 @@ from .spec import ELLIPSIS, Atom, Spec
 
 __all__ = [
     "Piece", "Ranges", "balanced", "bind", "check", "complete", "dims_of", "first_holders", "held", "known", "length",
-    "local", "local_shape", "part", "pieces", "select", "size", "slices", "whole", "within",
+    "local", "local_shape", "part", "pieces", "ranges_of", "select", "size", "slices", "whole", "within",
 ]  # fmt: skip
 
 # (start, stop) one after the other, as they lie in the shard
@@ -31,6 +32,15 @@ def balanced(size: int, parts: int, index: int) -> tuple[int, int]:
     each, more = divmod(size, parts)
     start = index * each + min(index, more)
     return start, start + each + (index < more)
+
+
+def ranges_of(index: Any) -> Ranges:
+    """Of one dimension, from its index as `slices` gives it."""
+    if isinstance(index, slice):
+        return ((index.start, index.stop),) if index.start < index.stop else ()
+    where = index.flatten().tolist()
+    starts = [i for i, n in enumerate(where) if not i or n != where[i - 1] + 1]
+    return tuple((where[a], where[b - 1] + 1) for a, b in itertools.pairwise([*starts, len(where)]))
 
 
 def length(ranges: Ranges) -> int:

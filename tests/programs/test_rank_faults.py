@@ -282,6 +282,16 @@ def test_pieces_are_what_ranks_share():
     assert {len(holders) for path, holders in pieces_of_few()} == {2, 4, 8}
 
 
+def test_pieces_where_a_rank_has_nothing():
+    """Rows in several ranges, and no column."""
+    like = {"w": sh.ports.Sized(sh.Spec.parse("(J K/u) D/g"), {"J": 2, "K": 2, "D": 1})}
+    found = [pieces_of(like, sh.Mesh(u=2, g=2).at(rank, object())) for rank in range(4)]
+    assert [[piece.holders for piece in each] for each in found] == [[(0,), (2,), (0,), (2,)]] * 4
+    assert [[piece.mine is not None for piece in each] for each in found] == [
+        [rank == holder for holder in (0, 2, 0, 2)] for rank in range(4)
+    ]
+
+
 def pieces_of_few():
     of = made(((FEW, MLP),))
     ranks = programs.ranks.Ranks(of.config, sh.Mesh(dp=2, tp=4).at(0, object()), dense, torch.device("cpu"))
