@@ -62,10 +62,8 @@ def build(
     if any(each is not None for each in (mesh, layout, prefill_layout)):
         sizes_given, layouts = {"batch": batch, "max_len": max_len, "chunk": chunk}, (layout, prefill_layout)
         return _build_rank(model, mesh, layouts, sizes_given, dtype, device, kernels, strict, compile)
-    check_model("build", model)
+    _check_weights(model)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
-    if model.device.type == "meta":
-        raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
     place = _device(device, model.device)
     dtype = dtype or model.dtype
     _check_place(place, dtype)
@@ -127,11 +125,7 @@ def _build_rank(
         layout = check_layout(agreement.mesh, layouts[0])
         if reads is not None:
             check_layout(agreement.mesh, reads, "prefill_layout")
-        check_model("build", model)
-        if model.device.type == "meta":
-            raise ValueError(
-                "build: the model has no weights, it was loaded with abstract=True\n    fix: load it without"
-            )
+        _check_weights(model)
         place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes(**sizes)
         _check_place(place, kind)
         check_ranks(model.config, agreement.mesh, layout, read, reads)
@@ -160,6 +154,12 @@ def _build_rank(
         program.close()
         raise
     return program
+
+
+def _check_weights(model: Model) -> None:
+    check_model("build", model)
+    if model.device.type == "meta":
+        raise ValueError("build: the model has no weights, it was loaded with abstract=True\n    fix: load it without")
 
 
 def _reachable(device: torch.device | str | None, model: Model) -> torch.device:

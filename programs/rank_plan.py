@@ -59,13 +59,12 @@ class RankPlan:
     sums: str | None
     summed_by: Mapping[str, tuple[str, ...]]
     why_eager: str | None
+    reading: tuple[str, int, int] | None
     trace: Callable[[], Mapping[str, PhasePlan]] = field(compare=False)
 
     @functools.cached_property
     def steps(self) -> Mapping[str, PhasePlan]:
         return self.trace() if self.why_eager is None else {}
-
-    reading: tuple[str, int, int] | None = None
 
     def bytes(self, phase: str) -> tuple[int, int]:
         """That a call of a phase sends and receives."""
@@ -206,6 +205,6 @@ def make_rank_plan(
         sums=str(sums) if sums.summed else None,
         summed_by=summed_by,
         why_eager=why_eager,
-        trace=traced,
         reading=read,
+        trace=traced,
     )

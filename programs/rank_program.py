@@ -3,8 +3,14 @@
     program = programs.build(model, mesh=at, layout=sh.ulysses(tp="tp"), batch=4)   # on every rank, with its own mesh
     program.generate(prompts)                                                       # on every rank, the same call
 
-Every rank is called with all prompts, and returns all of what is generated. Collectives of a step are its layers' own
-and one for the choice of a token; those of a call are `Agreement.check`, and `anywhere` and `of_all` of `Ranks`.
+Every rank is called with all prompts. `generate` returns what is generated of all of them; a state of `prefill`, and
+`score`, have the rank's own rows. The longest call sends, in this order:
+
+    _agree           what ranks were asked for, and whether weights may have changed; then what they hold of these
+    _run_prefill     collectives of layers and of the choice of a token, chunk by chunk, as many on every rank; where
+                     prompts are read by a layout of their own, its caches are handed over behind the last (`Handover`)
+    _decode_step     collectives of layers and of the choice, step by step; between steps `Ranks.anywhere`, now and then
+    Ranks.of_all     the tokens of all rows
 
 Each call begins with one exchange by which ranks tell each other what they were asked for, and whether their parameters
 may have changed: set anew, written (a counter of autograd's says so), or `refresh` called. Where any may have, they

@@ -1,7 +1,7 @@
 """What a rank has of a model, and what ranks tell each other beside the steps: whether any goes on, and the tokens of
 all rows.
 
-Letters: B batch, Z vocabulary, T cache slots, H query heads, K key/value heads, P ranks, N numbers.
+Letters: B batch, S tokens, D model width, Z vocabulary, T cache slots, P ranks, N numbers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .agreement import Agreement
 from .sizes import Sizes, by_channel
 from .steps import Seam, State, last_token
 
-__all__ = ["Ranks", "check_mesh", "check_ranks"]
+__all__ = ["Ranks", "check_layout", "check_mesh", "check_ranks"]
 
 
 class Ranks:
     """One rank among those of a mesh, by a layout.
 
-    config: of the whole model. rows: the axes that split rows, in the order of the mesh.
+    config: of the whole model. rows, tokens: the axes of more than one rank that split these, major to minor.
     """
 
     def __init__(self, cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, device: torch.device) -> None:
