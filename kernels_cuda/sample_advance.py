@@ -19,10 +19,10 @@ from .launch import Launch
 from .ops import Op, composite, define, vector_length
 from .rules import CPP_TYPES, arch_rule, by_rows, check_dtype, check_most, check_rows, check_same, dtype_rule
 
-__all__ = ["MOST_TOKENS", "sample_advance", "supports"]
+__all__ = ["MOST_VOCABULARY", "sample_advance", "supports"]
 
-# Of a vocabulary, as far as a kernel's int counts with room to spare.
-MOST_TOKENS = 1 << 30
+# As far as a kernel's int counts, with room to spare.
+MOST_VOCABULARY = 1 << 30
 _THREADS = 256
 # Loads of a thread, each of 16 bytes at most, and blocks of a row.
 _LOADS, _MOST_SHARES = 2, 64
@@ -39,7 +39,7 @@ def _outputs(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[T
     check_same("sample_advance", torch.int64, positions=positions, eos_token_id=eos_token_id)
     check_rows("sample_advance", logits=logits, eos_token_id=eos_token_id)
     sizes = check_shapes("sample_advance", **given)
-    check_most("sample_advance", "logits", "Z", sizes["Z"], MOST_TOKENS)
+    check_most("sample_advance", "logits", "Z", sizes["Z"], MOST_VOCABULARY)
     batch = sizes["B"]
     logprob = logits.new_empty(batch, dtype=torch.float32)
     token = logits.new_empty(batch, dtype=torch.int64)

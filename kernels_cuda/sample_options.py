@@ -29,7 +29,7 @@ from .rules import (
     check_same,
     dtype_rule,
 )
-from .sample_advance import MOST_TOKENS
+from .sample_advance import MOST_VOCABULARY
 
 __all__ = ["sample", "supports"]
 
@@ -82,7 +82,7 @@ def _outputs(
     given = {"logits": (logits, "B Z"), "positions": (positions, "B"), "counts": (counts, "B Z")}
     by_row = {name: (t, "B") for name, t in rows.items()}
     sizes = check_shapes("sample_options", **given, **by_row, eos_token_id=(eos_token_id, "N"))
-    check_most("sample_options", "logits", "Z", sizes["Z"], MOST_TOKENS)
+    check_most("sample_options", "logits", "Z", sizes["Z"], MOST_VOCABULARY)
     check_rows("sample_options", logits=logits, eos_token_id=eos_token_id, **rows)
     check_contiguous("sample_options", counts=counts)
     batch = sizes["B"]

@@ -51,7 +51,7 @@ class Agreement:
         self._first = [firsts.setdefault(tuple(place), rank) for rank, place in enumerate(places)]
 
     def refuse(self, function: str) -> None:
-        """Tell the others that this rank raises, by itself, what is wrong with what it was told."""
+        """Tell the others that this rank raises, by itself: what is wrong with what it was told, or went wrong."""
         with contextlib.suppress(sh.TransportError):  # its own error is the one to raise
             self.gather(function, [0] * COLUMNS)
 
@@ -63,7 +63,7 @@ class Agreement:
         both = [digest([d for d, mine in zip(digests, own, strict=True) if mine is which]) for which in (False, True)]
         every = self.gather(function, [1, *both, *(said or Said())])
         if failed := [rank for rank, row in enumerate(every) if not row[0]]:
-            raise ValueError(f"{function}: {named(failed)} refused what it was told, and says why; so nothing ran")
+            raise ValueError(f"{function}: {named(failed)} raised, and says why; so nothing ran")
         if any(row[1] != every[0][1] or row[2] != every[self._first[r]][2] for r, row in enumerate(every)):
             raise ValueError(self._differing(function, told, digests))
         return [Said(*row[3:]) for row in every]

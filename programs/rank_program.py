@@ -147,7 +147,7 @@ class RankProgram(Program):
             start = now(self.device)
             for weights in dict.fromkeys((self._weights, self._weights_read)):
                 weights.allocate()
-            self._compile(self.prefill, self.decode)
+            self._compile("build", self.prefill, self.decode)
             self.build_seconds = now(self.device) - start
 
     def close(self) -> None:
@@ -162,8 +162,8 @@ class RankProgram(Program):
             self.sums.close(together=False)
         super().__exit__(*error)
 
-    def _compile(self, *phases: Phase) -> None:
-        """Each rank in its own time, with nothing sent. Raises on every rank where one fails."""
+    def _compile(self, function: str, *phases: Phase) -> None:
+        """Each rank in its own time, with nothing sent. Raises on every rank where one fails. function: in which."""
         if self._port is None:
             return
         try:
@@ -174,13 +174,13 @@ class RankProgram(Program):
                 for phase in phases:
                     phase.step(*self._inputs(), *self._idle(phase))
         except Exception:
-            self.ranks.agreement.refuse("build")
+            self.ranks.agreement.refuse(function)
             raise
-        self.ranks.agreement.check("build", {"what to compile": [phase.name for phase in phases]})
+        self.ranks.agreement.check(function, {"what to compile": [phase.name for phase in phases]})
 
     def _ready(self, phase: Phase) -> None:
         if phase.compiles == 0:
-            self._compile(phase)
+            self._compile(phase.name, phase)
 
     def _idle(self, phase: Phase) -> tuple[Any, ...]:
         return self.ranks.idle(super()._idle(phase), self.dtype)

@@ -56,8 +56,8 @@ def tell_of(at: sh.Mesh) -> Callable[[bytes], list[bytes]]:
 
 
 class TwoGpus:
-    """Those of each pair over tp. sleeps: of each rank's launch, by how many there were; forever is until the peer's has ended. live: allocations, and how
-    often each is mapped."""
+    """Those of each pair over tp. sleeps: of each rank's launch, by how many there were; forever is until the peer's has
+    ended. live: allocations, and how often each is mapped."""
 
     def __init__(self, host: Host | None = None) -> None:
         self.host = host or Host()

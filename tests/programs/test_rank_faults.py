@@ -110,7 +110,7 @@ def test_what_one_rank_refuses_is_an_error_on_all():
     found = run(body)
     calls = ["build"] * 9 + ["prefill", "score"]
     for rank, (said, lengths) in enumerate(found):
-        others = [f"{call}: rank 1 refused what it was told, and says why; so nothing ran" for call in calls]
+        others = [f"{call}: rank 1 raised, and says why; so nothing ran" for call in calls]
         assert said == others if rank != 1 else not set(said) & set(others)
         assert lengths == [3] * 3
 

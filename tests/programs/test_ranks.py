@@ -212,7 +212,7 @@ generate: ranks were told different things
     prompts: [[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 8], [20, 30, 11, 4]] on rank 0; [[9, 8], [20, 30, 11, 4]] on rank 1
     max_new_tokens: 5 on rank 0; 6 on rank 1
     fix: the same arguments on every rank     mesh: tp=2
-generate: rank 1 refused what it was told, and says why; so nothing ran
+generate: rank 1 raised, and says why; so nothing ran
 prompts[0][0]: token id 99 is outside the vocabulary of 31
 build: ranks were told different things
     batch: 3 on rank 0; 4 on rank 1

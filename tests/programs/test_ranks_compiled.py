@@ -180,7 +180,7 @@ def test_a_rank_that_cannot_compile(two):
     (first, left), (second, _) = two["one_fails"]
     assert left == 0
     assert "no space left" in second[0]
-    assert first[0] == "build: rank 1 refused what it was told, and says why; so nothing ran"
+    assert first[0] == "build: rank 1 raised, and says why; so nothing ran"
     assert first[1:] == second[1:]
     assert_expected_inline(
         "\n".join(first[1:]),

@@ -1,9 +1,9 @@
 """Scenarios on real processes: started once, each runs a list of functions, and each result comes back by itself.
 
 Importing torch is what a process costs, so a file of tests starts its processes once, and they are forked off one that
-has imported it; but for those that are `fresh`. A scenario is a function of no
-arguments at the top of a module; every process runs the same ones in the same order. One that fails ends its process:
-its peers would wait in a group that no longer agrees. A wait that never ends is a failure that says who stood where.
+has imported it; but for those that are `fresh`. A scenario is a function of no arguments at the top of a module; every
+process runs the same ones in the same order. One that fails ends its process: its peers would wait in a group that no
+longer agrees. A wait that never ends is a failure that says who stood where.
 """
 
 from __future__ import annotations
