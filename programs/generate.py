@@ -39,27 +39,6 @@ class Unheard:
         pass
 
 
-class Rows(Protocol):
-    """Which rows of a call are computed here, and what ranks that have others tell each other; see `Ranks`."""
-
-    def own(self, rows: int) -> slice: ...
-    def anywhere(self, live: bool) -> bool: ...
-    def of_all(self, x: Tensor, rows: int) -> Tensor: ...
-
-
-class AllRows:
-    """Of a program of one rank."""
-
-    def own(self, rows: int) -> slice:
-        return slice(rows)
-
-    def anywhere(self, live: bool) -> bool:
-        return live
-
-    def of_all(self, x: Tensor, rows: int) -> Tensor:
-        return x
-
-
 def check_streamer(streamer: Any) -> None:
     if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
         kind = "a class" if isinstance(streamer, type) else type(streamer).__name__

@@ -16,27 +16,14 @@ from ..functional.cache import Cache
 from .asked import Asked, read_asked
 from .captured import CapturedDecode, launch_steps, leaf_names
 from .chooser import Chooser
-from .generate import (
-    AllRows,
-    Generation,
-    Rows,
-    Streamer,
-    Timings,
-    assemble,
-    check_state,
-    crossing,
-    now,
-    run_decode,
-    turned,
-    turns_of,
-)
+from .generate import Generation, Streamer, Timings, assemble, check_state, crossing, now, run_decode, turned, turns_of
 from .graph import LeafPaths
 from .held import Held
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model
 from .phase import Phase
-from .prompts import Prompts, cut, end_tokens, filler, lengths, read_prompts
+from .prompts import AllRows, Prompts, Rows, cut, end_tokens, filler, lengths, read_prompts
 from .replay import replay_of
 from .report import PhasePlan, Plan, make_plan
 from .sampling import SamplingOptions
@@ -209,7 +196,8 @@ class Program(Held):
         """tokens `B C`, positions `B C`, last `B` of each call that reads prompts, and the slots it reads. most: tokens
         of the longest row on any rank: all ranks make as many calls, with rows or without."""
         for tokens, positions, last in cut(rows, self._rows_read, self.sizes.chunk, most):
-            wanted = max(map(max, positions)) + 1
+            # A chunk without a token reads as many slots as one with some: no size of its own is compiled.
+            wanted = max(1, max(map(max, positions)) + 1)
             t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
             yield t, p, ends, self._read(wanted)
 

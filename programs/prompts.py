@@ -1,17 +1,18 @@
-"""What a user may pass as prompts, made into rows of token ids; every fault is found here, before any work."""
+"""What a user may pass as prompts, made into rows of token ids; every fault is found here, before any work. And who has
+which of these rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .sizes import EOS_LIMIT
 
-__all__ = ["Prompts", "cut", "end_tokens", "filler", "read_prompts", "repeated"]
+__all__ = ["AllRows", "Prompts", "Rows", "cut", "end_tokens", "filler", "lengths", "read_prompts", "repeated"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,27 @@ class Prompts:
     rows: list[list[int]]
     input_ids: Tensor
     attention_mask: Tensor
+
+
+class Rows(Protocol):
+    """Which rows of a call are computed here, and what ranks that have others tell each other; see `Ranks`."""
+
+    def own(self, rows: int) -> slice: ...
+    def anywhere(self, live: bool) -> bool: ...
+    def of_all(self, x: Tensor, rows: int) -> Tensor: ...
+
+
+class AllRows:
+    """Of a program of one rank."""
+
+    def own(self, rows: int) -> slice:
+        return slice(rows)
+
+    def anywhere(self, live: bool) -> bool:
+        return live
+
+    def of_all(self, x: Tensor, rows: int) -> Tensor:
+        return x
 
 
 def read_prompts(

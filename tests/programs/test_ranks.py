@@ -118,6 +118,7 @@ def test_prompts_of_other_lengths_on_other_ranks(case):
     of = made(parts)
     one, calls = programs.build(of, compile=False, **SIZES), (PROMPTS, PROMPTS[1:], PROMPTS[:1])
     want = [(one.prefill(prompts).token, one.score(prompts)) for prompts in calls]
+    assert [len(slots) for *_, (slots, *_) in one._chunks([], 9)] == [32] * 3  # no size that is compiled anew
 
     def body(at):
         program = build(of, layout, at)
