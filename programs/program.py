@@ -206,7 +206,7 @@ class Program(Held):
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
     ) -> State:
         """The state with the rows that are not empty read into the cache, and their first new token. rows: as
-        `_own_read` gives them. most: tokens of the longest row on any rank."""
+        `_own_read` gives them. most: tokens of the longest row on any rank, which all read as many chunks."""
         length = lengths(rows, self._rows_read, self.device)
         for tokens, positions, last, read in self._chunks(rows, most):
             state = self.prefill.step(*inputs, state, tokens, positions, last, length, eos, read)
@@ -214,10 +214,10 @@ class Program(Held):
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """Read prompts into the cache, from its first slot on -> the state after them, with the first new token."""
-        read = self._prompts(prompts, attention_mask)
-        stop = end_tokens(eos_token_id)
+        every = self._prompts(prompts, attention_mask).rows
+        stop, most = end_tokens(eos_token_id), max(map(len, every))
         with self._alone():
-            state = self._run_prefill(self._inputs(), self._start(), read.rows, self._eos(stop))
+            state = self._run_prefill(self._inputs(), self._start(), self._own_read(every), self._eos(stop), most)
             return dataclasses.replace(state, session=self._session)
 
     def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
@@ -227,8 +227,7 @@ class Program(Held):
         another (`dataclasses.replace(state, token=...)`).
         Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
         """
-        longest = self._check_state(state)
-        stop = end_tokens(eos_token_id)
+        longest, stop = self._check_state(state), end_tokens(eos_token_id)
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
             plain = dataclasses.replace(state, session=0, token=state.token.clone())
@@ -294,8 +293,9 @@ class Program(Held):
                             return self._captured.launch(inputs, state, eos, k, options=choose.needed)
                     state = tree.map(torch.clone, state)  # the graph's own, which it writes over
                 new = self._decode_step(inputs, state, eos, most + taken + 1)
-                if any(again := turned(self._turns, rows, state, taken, tokens)):
-                    new = self._run_prefill(inputs, new, again, eos)
+                again, longest = turned(self._turns, rows, state, taken, tokens), self._turning(read.rows, taken)
+                if longest or any(again):
+                    new = self._run_prefill(inputs, new, again, eos, longest)
                 new = choose(new, state.position, eos)
                 return new, new.token[:, None], new.logprob[:, None]
 
@@ -367,6 +367,10 @@ class Program(Held):
         """The rows whose prompts are read here."""
         return rows
 
+    def _turning(self, rows: list[list[int]], taken: int) -> int:
+        """Tokens of the longest row that another rank may read again now, where this one has to take part; else 0."""
+        return 0
+
     def _inputs_read(self) -> tuple[Any, Any]:
         """Parameters and caches as prompts are read with."""
         return self._inputs()
@@ -375,26 +379,22 @@ class Program(Held):
         """Whether some row still goes on, here or on another rank."""
         return live
 
-    def _of_all(self, x: Tensor, rows: int) -> Tensor:
-        """x of the rows here -> of all `rows`."""
+    def _of_all(self, x: Tensor, rows: int, *, read: bool = False) -> Tensor:
+        """x of the rows here, or of those read here -> of all `rows`."""
         return x
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
-
         Its graph is compiled at the first call.
         """
-        read = self._prompts(prompts, attention_mask)
+        every = self._prompts(prompts, attention_mask).rows
         with self._alone():
             self._ready(self._score)
             self._session += 1
             inputs = self._inputs_read()
-            parts = []
-            targets = [[*row[1:], 0] for row in read.rows]
-            length = lengths(read.rows, self._rows_read, self.device)
-            for (tokens, positions, _, slots), (wanted, *_) in zip(
-                self._chunks(read.rows), self._chunks(targets), strict=True
-            ):
-                parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
-        found = torch.cat(parts, 1).cpu()
-        return [found[i, : len(row) - 1] for i, row in enumerate(read.rows)]
+            rows, most = self._own_read(every), max(map(len, every))
+            length, targets = lengths(rows, self._rows_read, self.device), [[*row[1:], 0] for row in rows]
+            chunks = zip(self._chunks(rows, most), self._chunks(targets, most), strict=True)
+            parts = [self._score.step(*inputs, *given, t, length, read) for (*given, _, read), (t, *_) in chunks]
+            found = self._of_all(torch.cat(parts, 1)[: len(rows)], len(every), read=True).cpu()
+        return [found[i, : len(row) - 1] for i, row in enumerate(every)]

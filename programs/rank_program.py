@@ -3,8 +3,9 @@
     program = programs.build(model, mesh=at, layout=sh.ulysses(tp="tp"), batch=4)   # on every rank, with its own mesh
     program.generate(prompts)                                                       # on every rank, the same call
 
-Every rank is called with all prompts, and returns all of what is generated. Collectives of a step are its layers' own
-and one for the choice of a token; those of a call are `Agreement.check`, and `anywhere` and `of_all` of `Ranks`.
+Every rank is called with all prompts, and returns all of what is generated or scored. Collectives of a step are its
+layers' own and one for the choice of a token; those of a call are `Agreement.check`, and `anywhere` and `of_all` of
+`Ranks`.
 
 Each call begins with one exchange by which ranks tell each other what they were asked for, and whether their parameters
 may have changed: set anew, written (a counter of autograd's says so), or `refresh` called. Where any may have, they
@@ -43,7 +44,7 @@ from .model import Model
 from .pair_sums import PairSums
 from .phase import Phase
 from .program import Program
-from .prompts import Prompts, end_tokens
+from .prompts import end_tokens
 from .rank_plan import RankPlan, make_rank_plan
 from .rank_steps import compiled_seam
 from .ranks import Ranks
@@ -211,17 +212,11 @@ class RankProgram(Program):
         self._copies.check(function, every)
         return every
 
-    def _prompts(self, *given: Any, **more: Any) -> Prompts:
-        """This rank's."""
-        found = super()._prompts(*given, **more)
-        own = self.reading.own(len(found.rows))
-        return Prompts(found.rows[own], found.input_ids[own], found.attention_mask[own])
-
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """As of one rank."""
 
         def read() -> dict[str, Any]:
-            found = Program._prompts(self, prompts, attention_mask)
+            found = self._prompts(prompts, attention_mask)
             return {"prompts": found.rows, "eos_token_id": end_tokens(eos_token_id)}
 
         self._agree("prefill", read)
@@ -239,8 +234,8 @@ class RankProgram(Program):
         return super()._decode(state, eos_token_id=eos_token_id)
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """As of one rank, of this rank's rows."""
-        self._agree("score", lambda: {"prompts": Program._prompts(self, prompts, attention_mask).rows})
+        """As of one rank: of all rows, on every rank."""
+        self._agree("score", lambda: {"prompts": self._prompts(prompts, attention_mask).rows})
         return super().score(prompts, attention_mask=attention_mask)
 
     def _asked(self, **given: Any) -> Asked:
@@ -248,7 +243,7 @@ class RankProgram(Program):
 
         def read() -> dict[str, Any]:
             nonlocal asked
-            asked = read_asked(self.model, self.batch, super(RankProgram, self)._prompts, **given)
+            asked = read_asked(self.model, self.batch, self._prompts, **given)
             self._check(asked)
             return {
                 "prompts": asked.read.rows,
@@ -316,11 +311,16 @@ class RankProgram(Program):
     def _own_read(self, rows: list[list[int]]) -> list[list[int]]:
         return rows[self.reading.own(len(rows))]
 
+    def _turning(self, rows: list[list[int]], taken: int) -> int:
+        """Experts of a row may be on any rank; whether that row has ended, its own ranks alone know."""
+        new = [len(row) + taken for row in rows if self.reading.deals and len(row) + taken in self._turns]
+        return max(new, default=-1) + 1
+
     def _anywhere(self, live: bool) -> bool:
         return self.ranks.anywhere(live)
 
-    def _of_all(self, x: Tensor, rows: int) -> Tensor:
-        return self.ranks.of_all(x, rows)
+    def _of_all(self, x: Tensor, rows: int, *, read: bool = False) -> Tensor:
+        return (self.reading if read else self.ranks).of_all(x, rows)
 
 
 class RankChooser(Chooser):

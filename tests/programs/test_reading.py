@@ -89,15 +89,14 @@ def test_tokens_are_those_of_one_rank(case):
             found,
             program.generate(PROMPTS[:1], max_new_tokens=3).tokens,
             program.score(PROMPTS),
-            program.reading.own(4),
         )
 
-    for found, first, of_rank, own in sh.Threads(sh.Mesh(**axes)).run(body):
+    for found, first, of_rank in sh.Threads(sh.Mesh(**axes)).run(body):
         assert [x.tokens for x in found] == [x.tokens for x in want]
         assert first == few
         for mine, theirs in zip(found[0].logprobs, want[0].logprobs, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(of_rank, scores[own], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(of_rank, scores, rtol=1e-9, atol=1e-9)
 
 
 def test_a_row_for_two_groups_of_ranks():
