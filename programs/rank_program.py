@@ -38,7 +38,7 @@ from .asked import Asked, read_asked
 from .chooser import Chooser
 from .copies import COMPARE, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
-from .handover import Handover, all_held, reads_others
+from .handover import Handover, all_held, check_whole, reads_others
 from .kernel import Kernel
 from .model import Model
 from .pair_sums import PairSums
@@ -58,8 +58,9 @@ __all__ = ["RankProgram"]
 
 
 class RankProgram(Program):
-    """A rank's own. params: its shards; may be set to others, or to a whole model's. why_eager: None where it is
-    compiled. prefill_layout: by which prompts are read, `layout` unless given; caches are then handed over to it.
+    """A rank's own. params: its shards; may be set to others, or to a whole model's, as it must where prompts are read
+    with other parts. why_eager: None where it is compiled. prefill_layout: by which prompts are read, `layout` unless
+    given; caches are then handed over to it.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class RankProgram(Program):
     @params.setter
     def params(self, new: F.Decoder) -> None:
         """To be set on every rank; the next call sees where it was not, and compares what several ranks hold."""
-        mine = self.ranks.params(new)
-        read = mine if self._weights_read is self._weights else self.reading.params(new)  # raises before any is set
+        mine = read = self.ranks.params(new)
+        if self._weights_read is not self._weights:
+            check_whole("program.params", self.reading, self.ranks, new)
+            read = self.reading.params(new)  # raises before any is set
         Program.params.fset(self, mine)  # type: ignore[attr-defined]
         if read is not mine:
             self._weights_read.replace(read)
@@ -113,6 +116,9 @@ class RankProgram(Program):
         """As of one rank. What was written on this rank is meant, also where it was on no other; and the next call
         compares what several ranks hold, as after writes through `.data`, which are not seen otherwise."""
         super().refresh()
+        if self._weights_read is not self._weights:
+            with self._alone():
+                self._weights_read.refresh()
         self._copies.accept()
 
     @property
@@ -202,6 +208,7 @@ class RankProgram(Program):
         """Raise on every rank where one refuses what it was told, or was told otherwise than others, or has other
         weights. read: what it was told, checked, by argument. -> what each rank said."""
         try:
+            self._check_open()
             self.sums.check()
             told = read()
         except Exception:
