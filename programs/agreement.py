@@ -52,7 +52,7 @@ class Agreement:
 
     def refuse(self, function: str) -> None:
         """Tell the others that this rank raises, by itself: what is wrong with what it was told, or went wrong."""
-        with contextlib.suppress(sh.TransportError):  # its own error is the one to raise
+        with contextlib.suppress(Exception):  # its own error is the one to raise, also where no group is left
             self.gather(function, [0] * COLUMNS)
 
     def check(self, function: str, told: Mapping[str, Any], said: Said | None = None) -> list[Said]:

@@ -141,7 +141,8 @@ def _build_rank(
         raise
     told = {"device": place.type, "model.config": model.config, "mesh": agreement.mesh.axes}
     for name, each in (("layout", layout), ("prefill_layout", reads)):
-        told |= {} if each is None else {name: each.name, f"{name}.chains": (each.chains, each.overlap)}
+        known = (None, None) if each is None else (each.name, (each.chains, each.overlap))  # None is told too
+        told |= dict(zip((name, f"{name}.chains"), known, strict=True))
     told |= {"compile": why_eager is None, "strict": strict, "kernels": names}
     agreement.check("build", {**sizes, "dtype": kind, **told})
     program = RankProgram(

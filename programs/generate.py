@@ -117,7 +117,7 @@ def turned(
 
     turns: see `turns_of`. taken: steps done; tokens: `B n`, one more than that."""
     if not crossing(turns, rows, taken, 1):
-        return []
+        return [[] for _ in rows]
     new, live = tokens.tolist(), (state.position >= 0).tolist()
     return [row + new[i] if len(row) + taken in turns and live[i] else [] for i, row in enumerate(rows)]
 

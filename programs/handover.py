@@ -30,7 +30,7 @@ from .ranks import Ranks
 from .sizes import READ_STEP, Sizes
 from .steps import State
 
-__all__ = ["Handover", "all_held", "check_handover", "reads_others"]
+__all__ = ["Handover", "all_held", "check_handover", "check_whole", "reads_others"]
 
 NAME = "hand-over"
 
@@ -142,14 +142,20 @@ def check_handover(source: Ranks, target: Ranks, sizes: Sizes, params: F.Decoder
             f"ranks of {'/'.join(after[len(before) :])} have other rows in decode than they read\n"
             f"    fix: without prefill_layout, or the rows of {source.layout.name} in layout"
         )
-    whole = [leaf.shape for leaf in tree.leaves(F.Decoder.abstract(source.config))]
-    if reads_others(source, target, params) and [leaf.shape for leaf in tree.leaves(params)] != whole:
+    if reads_others(source, target, params):
+        check_whole("build(prefill_layout=...)", source, target, params)
+    Handover(source, target, sizes)
+
+
+def check_whole(what: str, source: Ranks, target: Ranks, params: F.Decoder) -> None:
+    """Raise `ValueError` for a rank's own parts where it needs others to read prompts with. what: begins the error."""
+    whole = F.Decoder.abstract(source.config)
+    if [leaf.shape for leaf in tree.leaves(params)] != [leaf.shape for leaf in tree.leaves(whole)]:
         raise ValueError(
-            f"build(prefill_layout=...): {source.layout.name} reads prompts with other parts of the weights than "
+            f"{what}: {source.layout.name} reads prompts with other parts of the weights than "
             f"{target.layout.name} decodes with, and the model has those of one rank alone\n"
             "    fix: the whole model, or two layouts with the same tp"
         )
-    Handover(source, target, sizes)
 
 
 def _chosen(lengths: Sequence[int], new: Tensor, old: Tensor) -> Tensor:

@@ -46,10 +46,13 @@ class Held:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this program is closed\n    fix: build another one")
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._check_open()
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this program is in use by another call, and has one cache\n    fix: build a second one")
         # What is ambient has no part in a step: it runs without gradients, in the program's own dtype, on its device.

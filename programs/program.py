@@ -235,8 +235,7 @@ class Program(Held):
         another (`dataclasses.replace(state, token=...)`).
         Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
         """
-        longest = self._check_state(state)
-        stop = end_tokens(eos_token_id)
+        longest, stop = self._check_state(state), end_tokens(eos_token_id)
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
             plain = dataclasses.replace(state, session=0, token=state.token.clone())
@@ -302,8 +301,9 @@ class Program(Held):
                             return self._captured.launch(inputs, state, eos, k, options=choose.needed)
                     state = tree.map(torch.clone, state)  # the graph's own, which it writes over
                 new = self._decode_step(inputs, state, eos, most + taken + 1)
-                if any(again := turned(self._turns, rows, state, taken, tokens)):
-                    new = self._run_prefill(inputs, new, again, eos)
+                again, longest = turned(self._turns, rows, state, taken, tokens), self._turning(read.rows, taken)
+                if longest or any(again):
+                    new = self._run_prefill(inputs, new, again, eos, longest)
                 new = choose(new, state.position, eos)
                 return new, new.token[:, None], new.logprob[:, None]
 
@@ -368,16 +368,20 @@ class Program(Held):
             **asked.options,
         )
 
+    def _turning(self, rows: list[list[int]], taken: int) -> int:
+        """Tokens of the longest row that another rank may read again now, where this one has to take part; else 0."""
+        return 0
+
     def _inputs_read(self) -> tuple[Any, Any]:
         """Parameters and caches as prompts are read with."""
         return self._inputs()
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
-
         Its graph is compiled at the first call.
         """
-        rows, most = self._read_here(self._prompts(prompts, attention_mask))
+        every = self._prompts(prompts, attention_mask)
+        rows, most = self._read_here(every)
         with self._alone():
             self._ready(self._score)
             self._session += 1
@@ -389,5 +393,5 @@ class Program(Held):
                 self._chunks(rows, most), self._chunks(targets, most), strict=True
             ):
                 parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
-        found = torch.cat(parts, 1).cpu()
-        return [found[i, : len(row) - 1] for i, row in enumerate(rows)]
+            found = self.reading.of_all(torch.cat(parts, 1)[: len(rows)], len(every.rows)).cpu()
+        return [found[i, : len(row) - 1] for i, row in enumerate(every.rows)]

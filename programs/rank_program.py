@@ -3,14 +3,14 @@
     program = programs.build(model, mesh=at, layout=sh.ulysses(tp="tp"), batch=4)   # on every rank, with its own mesh
     program.generate(prompts)                                                       # on every rank, the same call
 
-Every rank is called with all prompts. `generate` returns what is generated of all of them; a state of `prefill`, and
-`score`, have the rank's own rows. The longest call sends, in this order:
+Every rank is called with all prompts. `generate` and `score` return what there is of all of them; a state of
+`prefill` has the rank's own rows. The longest call sends, in this order:
 
     _agree           what ranks were asked for, and whether weights may have changed; then what they hold of these
     _run_prefill     collectives of layers and of the choice of a token, chunk by chunk, as many on every rank; where
                      prompts are read by a layout of their own, its caches are handed over behind the last (`Handover`)
     _decode_step     collectives of layers and of the choice, step by step; between steps `Ranks.anywhere`, now and then
-    Ranks.of_all     the tokens of all rows
+    Ranks.of_all     the tokens, or scores, of all rows
 
 Each call begins with one exchange by which ranks tell each other what they were asked for, and whether their parameters
 may have changed: set anew, written (a counter of autograd's says so), or `refresh` called. Where any may have, they
@@ -43,7 +43,7 @@ from .asked import Asked
 from .chooser import Chooser
 from .copies import COMPARE, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
-from .handover import Handover, all_held, reads_others
+from .handover import Handover, all_held, check_whole, reads_others
 from .kernel import Kernel
 from .model import Model
 from .pair_sums import PairSums
@@ -63,8 +63,8 @@ __all__ = ["RankProgram"]
 
 
 class RankProgram(Program):
-    """A rank's own. params: its shards; may be set to others, or to a whole model's. why_eager: None where it is
-    compiled. prefill_layout: by which prompts are read, `layout` unless given; caches are then handed over to it.
+    """A rank's own. params: its shards; may be set to others, or to a whole model's, as they must where prompts are
+    read with other parts. why_eager: None where it is compiled. prefill_layout: by which prompts are read, `layout` unless given; caches are then handed over to it.
     ranks, reading: by which a rank decodes and reads prompts. No step is captured: on a GPU each is one call.
     """
 
@@ -111,8 +111,10 @@ class RankProgram(Program):
     @params.setter
     def params(self, new: F.Decoder) -> None:
         """To be set on every rank; the next call sees where it was not, and compares what several ranks hold."""
-        mine = self.ranks.params(new)
-        read = mine if self._weights_read is self._weights else self.reading.params(new)  # raises before any is set
+        mine = read = self.ranks.params(new)
+        if self._weights_read is not self._weights:
+            check_whole("program.params", self.reading, self.ranks, new)
+            read = self.reading.params(new)  # raises before any is set
         Program.params.fset(self, mine)  # type: ignore[attr-defined]
         if read is not mine:
             self._weights_read.replace(read)
@@ -123,6 +125,9 @@ class RankProgram(Program):
         """As of one rank. What was written on this rank is meant, also where it was on no other; and the next call
         compares what several ranks hold, as after writes through `.data`, which are not seen otherwise."""
         super().refresh()
+        if self._weights_read is not self._weights:
+            with self._alone():
+                self._weights_read.refresh()
         self._copies.accept()
 
     @property
@@ -212,6 +217,7 @@ class RankProgram(Program):
         """Raise on every rank where one refuses what it was told, or was told otherwise than others, or has other
         weights. read: what it was told, checked, by argument. -> what each rank said."""
         try:
+            self._check_open()
             self.sums.check()
             told = read()
         except Exception:
@@ -243,7 +249,7 @@ class RankProgram(Program):
         return super()._decode(state, eos_token_id=eos_token_id)
 
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """As of one rank, of this rank's rows."""
+        """As of one rank: of all rows, on every rank."""
         self._agree("score", lambda: {"prompts": self._prompts(prompts, attention_mask).rows})
         self._at = "score"
         return super().score(prompts, attention_mask=attention_mask)
@@ -314,6 +320,11 @@ class RankProgram(Program):
 
     def _chooser(self, asked: Asked) -> Chooser:
         return RankChooser(self, asked)
+
+    def _turning(self, rows: list[list[int]], taken: int) -> int:
+        """Experts of a row may be on any rank; whether that row has ended, its own ranks alone know."""
+        new = [len(row) + taken for row in rows if self.reading.deals and len(row) + taken in self._turns]
+        return max(new, default=-1) + 1
 
 
 class RankChooser(Chooser):

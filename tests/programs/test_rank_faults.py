@@ -105,10 +105,14 @@ def test_what_one_rank_refuses_is_an_error_on_all():
         program = build(of, layout, at)
         said.append(refused(lambda: program.prefill(PROMPTS, eos_token_id="x" if odd else ()), ValueError, TypeError))
         said.append(refused(lambda: program.score([[99]] if odd else PROMPTS)))
-        return said, program.generate(PROMPTS, max_new_tokens=3).lengths
+        lengths = program.generate(PROMPTS, max_new_tokens=3).lengths
+        if odd:
+            program.close()
+        said.append(refused(lambda: program.generate(PROMPTS, max_new_tokens=3), ValueError, RuntimeError))
+        return said, lengths
 
     found = run(body)
-    calls = ["build"] * 9 + ["prefill", "score"]
+    calls = ["build"] * 9 + ["prefill", "score", "generate"]
     for rank, (said, lengths) in enumerate(found):
         others = [f"{call}: rank 1 raised, and says why; so nothing ran" for call in calls]
         assert said == others if rank != 1 else not set(said) & set(others)

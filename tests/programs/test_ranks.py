@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,8 @@ def test_tokens_are_those_of_one_rank(layout, axes, parts):
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 4, "tp": 2}], ids=str)
 def test_rows_end_at_different_lengths_on_different_ranks(axes):
-    """A row that ends at once on one rank, while others go on past a check; scores of a rank's own rows."""
+    """A row that ends at once on one rank, while others go on past a check; scores of all rows, and of one alone, which
+    leaves ranks without any."""
     of, prompts, sizes = made(CASES[2][2]), [*PROMPTS, [5], [6, 7]], {**SIZES, "batch": 5}
     one = programs.build(of, compile=False, **sizes)
     first = one.generate(prompts, max_new_tokens=25).tokens
@@ -103,11 +105,33 @@ def test_rows_end_at_different_lengths_on_different_ranks(axes):
 
     def body(at):
         program = programs.build(of, mesh=at, layout=dense, **sizes)
-        return program.generate(prompts, **ends), program.score(prompts), program.ranks.own(5)
+        return program.generate(prompts, **ends), program.score(prompts), program.score(prompts[:1])
 
-    for found, of_rank, own in sh.Threads(sh.Mesh(**axes)).run(body):
+    for found, of_rank, few in sh.Threads(sh.Mesh(**axes)).run(body):
         assert found.tokens == want.tokens
-        torch.testing.assert_close(of_rank, scores[own], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close([*of_rank, *few], [*scores, scores[0]], rtol=1e-9, atol=1e-9)
+
+
+def test_experts_of_rows_elsewhere():
+    """All ranks read as many chunks as the longest row has, and read again with a row whose angles turn (longrope):
+    its experts lie on all of them."""
+    turn: Any = {"factor": 2.0, "original_max_position_embeddings": 10}
+    rope = F.RopeConfig(rope_type="longrope", short_factor=(1.0, 1.0), long_factor=(2.0, 2.0), **turn)
+    of = made(((dataclasses.replace(HEADS, rope=rope), MOE),))
+
+    def called(program):
+        drawn = program.generate(PROMPTS, max_new_tokens=6, eos_token_id=[3, 5], return_logprobs=True)
+        scores = program.score(PROMPTS)
+        state = program.decode(program.prefill(PROMPTS[::-1]))
+        return drawn.tokens, drawn.logprobs, scores, state.token[state.position >= 0].tolist()
+
+    tokens, logprobs, scores, after = called(programs.build(of, compile=False, **SIZES))
+    layout, mesh = sh.spread(sh.ulysses(dp="dp"), experts="ep"), sh.Mesh(ep=2)
+    found = sh.Threads(mesh).run(lambda at: called(programs.build(of, mesh=at, layout=layout, **SIZES)))
+    for mine in found:
+        assert mine[0] == tokens
+        torch.testing.assert_close(mine[1:3], (logprobs, scores), rtol=1e-9, atol=1e-9)
+    assert found[0][3] + found[1][3] == after
 
 
 @pytest.mark.parametrize("case", [3, 6], ids=str)

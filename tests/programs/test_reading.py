@@ -89,15 +89,14 @@ def test_tokens_are_those_of_one_rank(case):
             found,
             program.generate(PROMPTS[:1], max_new_tokens=3).tokens,
             program.score(PROMPTS),
-            program.reading.own(4),
         )
 
-    for found, first, of_rank, own in sh.Threads(sh.Mesh(**axes)).run(body):
+    for found, first, of_rank in sh.Threads(sh.Mesh(**axes)).run(body):
         assert [x.tokens for x in found] == [x.tokens for x in want]
         assert first == few
         for mine, theirs in zip(found[0].logprobs, want[0].logprobs, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(of_rank, scores[own], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(of_rank, scores, rtol=1e-9, atol=1e-9)
 
 
 def test_a_row_for_two_groups_of_ranks():
@@ -208,6 +207,13 @@ def test_what_cannot_be_handed_over():
         mine = dataclasses.replace(of, params=programs.build(of, mesh=at, layout=layout, **SIZES).params)
         layouts(ulysses("tp"), layout)(mine, layout, at)
 
+    def set_shards(of, layout, at):
+        program = programs.build(of, mesh=at, layout=layout, prefill_layout=ulysses("tp"), **SIZES)
+        program.params = program.params
+
+    def alone(of, layout, at):  # given on one rank, and not on the other
+        layouts(ulysses("tp") if at.rank else None, layout)(of, layout, at)
+
     turning = F.RopeConfig(
         rope_type="longrope",
         factor=2.0,
@@ -233,6 +239,8 @@ def test_what_cannot_be_handed_over():
         ),
         *said(ulysses(**tp), {"tp": 2}, shards, dense),
         *said(None, {"cp": 2}, layouts(ulysses("cp"), None), dense),
+        *said(ulysses(**tp), {"tp": 2}, set_shards, dense),
+        *said(ulysses(**tp), {"tp": 2}, alone, dense),
     ]
     assert_expected_inline(
         "\n".join(dict.fromkeys(found)),
@@ -261,7 +269,13 @@ build(prefill_layout=...): one layout deals out H=9 heads of states one by one, 
 build(prefill_layout=...): ulysses("tp") reads prompts with other parts of the weights than ulysses("u", tp="tp") decodes with, and the model has those of one rank alone
     fix: the whole model, or two layouts with the same tp
 build(layout=...): mesh and layout go together
-    fix: both, or neither for one rank""",
+    fix: both, or neither for one rank
+program.params: ulysses("tp") reads prompts with other parts of the weights than ulysses("u", tp="tp") decodes with, and the model has those of one rank alone
+    fix: the whole model, or two layouts with the same tp
+build: ranks were told different things
+    prefill_layout: None on rank 0; 'ulysses("tp")' on rank 1
+    prefill_layout.chains: None on rank 0; ...(('x'... on rank 1
+    fix: the same arguments on every rank     mesh: tp=2""",
     )
 
 
