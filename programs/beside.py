@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,9 +30,20 @@ _TOGETHER: Mapping[type, tuple[str, ...]] = MappingProxyType(
 
 def side_by_side(params: F.Decoder) -> F.Decoder:
     """The same parameters, with copies of those weights that read one input (q, k and v; gate and up) side by side in
-    memory, as `load(device="cuda")` reads them. Leaves of more than one dtype or device stay where they are."""
-    leaves = dict(tree.paths(params))
+    memory, as `load(device="cuda")` reads them. Leaves of more than one dtype or device stay where they are.
+
+    A copy of what requires a gradient does so too, but an optimizer or module that holds the old one writes it no more:
+    a warning says which."""
+    given = tree.paths(params)
+    leaves = dict(given)
     lay(leaves, groups(params))
+    if held := [path for path, old in given.items() if leaves[path] is not old and old.requires_grad]:
+        few = ", ".join(f"params{path}" for path in held[:2]) + (f" and {len(held) - 2} more" if len(held) > 2 else "")
+        warnings.warn(
+            f"side_by_side: {few} require gradients, and these are copies: an optimizer or a module that holds the old "
+            "ones writes these no more\n    fix: make the optimizer of the new ones, F.tree.trainable(params)",
+            stacklevel=2,
+        )
     found: F.Decoder = tree.replace(params, leaves)
     return found
 
@@ -64,7 +76,7 @@ def lay(leaves: dict[str, Tensor], of: Sequence[tuple[str, ...]]) -> None:
         for path, leaf in zip(group, old, strict=True):
             # Tensors of their own over one storage: a view would be no leaf, and its base what an optimizer sees.
             new = leaf.new_empty(0).set_(storage.untyped_storage(), at, leaf.shape, (leaf.shape[1], 1))
-            leaves[path] = new.copy_(leaf)
+            leaves[path] = new.copy_(leaf).requires_grad_(leaves[path].requires_grad)
             at += leaf.numel()
 
 

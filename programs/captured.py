@@ -114,10 +114,11 @@ class CapturedDecode:
         return self._choice
 
     def prepare(self, inputs: tuple[Any, Any]) -> None:
-        """Warm up and capture what has no options, so that no step need."""
+        """Warm up and capture what has no options and is not captured yet, so that no step need."""
         self._hold(inputs)
         for n in dict.fromkeys((1, self.steps)):
-            self._capture(inputs, n, options=False)
+            if (n, False) not in self._columns:
+                self._capture(inputs, n, options=False)
 
     def release(self) -> None:
         self._replay.release()

@@ -122,16 +122,36 @@ def turned(
     return [row + new[i] if len(row) + taken in turns and live[i] else [] for i, row in enumerate(rows)]
 
 
-def check_state(state: State, session: int, sizes: Sizes, turns: Sequence[int], *, spent: bool) -> int:
-    """Raise `ValueError` for a state that no step of a session can follow. -> the tokens of its longest row, the one to
-    feed included. spent: whether a step overwrites what the state before it still needs."""
-    if state.session != session or state.position.shape != (sizes.batch,):
-        last = "step" if spent else "prefill"
+def check_state(state: Any, session: int, sizes: Sizes, turns: Sequence[int], vocab_size: int, *, spent: bool) -> int:
+    """Raise `TypeError` and `ValueError` for a state that no step of a session can follow. -> the tokens of its longest
+    row, the one to feed included. spent: whether a step overwrites what the state before it still needs."""
+    last = "step" if spent else "prefill"
+    if not isinstance(state, State):
+        raise TypeError(
+            f"decode(state=...): a State is needed, not {type(state).__name__}\n"
+            f"    fix: what this program's last {last} returned"
+        )
+    if state.session != session:
         raise ValueError(f"decode: the state is not of this program's last {last}, whose cache it would read")
-    longest = int(state.position.max()) + 1
+    for name, given in (("token", state.token), ("position", state.position)):
+        if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.shape != (sizes.batch,):
+            what = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(
+                f"decode(state=...): its {name} is {what}, and torch.int64 [{sizes.batch}] is needed, a number a row\n"
+                f"    fix: dataclasses.replace(state, {name}=...)"
+            )
+    # Read at once: it waits for the device.
+    positions, tokens = torch.stack((state.position, state.token.to(state.position.device))).tolist()
+    if wrong := [(i, token) for i, token in enumerate(tokens) if not 0 <= token < vocab_size]:
+        row, token = wrong[0]
+        raise ValueError(
+            f"decode(state=...): token {token} in row {row}, and the vocabulary has {vocab_size}\n"
+            f"    fix: 0 to {vocab_size - 1}, also in a row that has ended"
+        )
+    longest: int = max(positions) + 1
     if longest > sizes.max_len:
         raise ValueError(f"decode: a row holds max_len={sizes.max_len} tokens; there is no slot for another")
-    if turning := [turn for turn in turns if bool((state.position == turn).any())]:
+    if turning := [turn for turn in turns if turn in positions]:
         raise ValueError(
             f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
             "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
 import torch
 
+from .. import functional as F
 from .captured import CapturedDecode
 from .weights import Weights
 
@@ -18,12 +20,26 @@ __all__ = ["Held"]
 class Held:
     """The part of `Program` that is taken and released."""
 
+    compiled: bool
+
     def __init__(self, weights: Weights, device: torch.device) -> None:
         self.device = device
         self._weights = weights
         self._captured: CapturedDecode | None = None
         self._busy = threading.Lock()
         self._closed = False
+
+    def _replace(self, new: F.Decoder) -> bool:
+        """Take other parameters -> whether the next call compiles again, of which who sets them is warned."""
+        moved = self._weights.replace(new)
+        if moved and self.compiled:
+            few = ", ".join(moved[:2]) + (f" and {len(moved) - 2} more" if len(moved) > 2 else "")
+            warnings.warn(
+                f"program.params: {few} lie otherwise in memory than those before, so the next call compiles again; "
+                "copy_ into the old ones compiles nothing",
+                stacklevel=3,
+            )
+        return bool(moved) and self.compiled
 
     def refresh(self) -> None:
         """Bring what is derived from the parameters, the plan's converted copies, up to date, in place. Each call does

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
@@ -28,8 +28,8 @@ from .replay import replay_of
 from .report import PhasePlan, Plan, make_plan
 from .sampling import SamplingOptions
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, target_of
-from .steps import State, make_steps, packed
-from .weights import Weights
+from .steps import Leaves, State, make_steps, packed
+from .weights import Place, Weights
 
 __all__ = ["Program"]
 
@@ -73,13 +73,13 @@ class Program(Held):
             for each in model.config.layers
         )
         self._turns = turns_of(model.config)
-        self._session = 0
+        self._session = secrets.randbits(62)  # so that no program takes another's states
         super().__init__(Weights(model.params, device, dtype), device)
         with self._alone():
             self.cache = self._caches()
             self._slots = torch.arange(sizes.slots, device=device)
         self._buffers = packed(model.params, self.cache)[1]
-        self._plan: Plan | None = None
+        self._plan: tuple[list[Place], Plan] | None = None
         steps = self._steps()
         self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
         self.decode = Phase("decode", steps["decode"], self, self._decode)
@@ -94,9 +94,14 @@ class Program(Held):
 
     @property
     def plan(self) -> Plan:
-        if self._plan is None:
-            self._plan = make_plan(self.model, self.target, self.sizes, self.kernels, self.compiled)
-        return self._plan
+        """Of the parameters as they lie now."""
+        if self._plan is None or self._plan[0] != self._weights.places():
+            self._plan = self._weights.places(), self._make_plan()
+        return self._plan[1]
+
+    def _make_plan(self) -> Any:
+        model = dataclasses.replace(self.model, params=self.params)
+        return make_plan(model, self.target, self.sizes, self.kernels, self.compiled)
 
     def planned(self, phase: str) -> PhasePlan:
         return self.plan.phases[phase]
@@ -116,18 +121,12 @@ class Program(Held):
     def params(self, new: F.Decoder) -> None:
         """Raises `TreeError` where a shape differs, `ValueError` where dtype or device do. Where a leaf lies otherwise
         in memory (as one computed from a view of a fused tensor does), the next call compiles again, with a warning."""
-        moved = self._weights.replace(new)
-        if moved and self.compiled:
-            few = ", ".join(moved[:2]) + (f" and {len(moved) - 2} more" if len(moved) > 2 else "")
-            warnings.warn(
-                f"program.params: {few} lie otherwise in memory than those before, so the next call compiles again; "
-                "copy_ into the old ones compiles nothing",
-                stacklevel=2,
-            )
+        if self._replace(new) and self._held_to_plan:
+            _ = self.plan  # as in `warm_up`
 
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache, and capture
-        decode where it is replayed."""
+        decode where it is replayed. `build` has done so; once more it only runs."""
         if self._held_to_plan:
             _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
         with self._alone():
@@ -136,11 +135,12 @@ class Program(Held):
             inputs = self._inputs()
             for phase in (self.prefill, self.decode):
                 phase.step(*inputs, *self._idle(phase))
-            if (replay := replay_of(self.device, self.compiled)) is not None:
+            if self._captured is None and (replay := replay_of(self.device, self.compiled)) is not None:
                 # One static size: what a graph reads does not follow the context.
                 buffers = *self._idle(self.decode)[:2], self._read(self.sizes.max_len)
                 given = leaf_names(self.params, self.cache), launch_steps(self.sizes.max_len), self.target.arch
                 self._captured = CapturedDecode(self.decode.step, replay, buffers, *given)
+            if self._captured is not None:
                 self._captured.prepare(inputs)
             self.build_seconds = now(self.device) - start
 
@@ -192,7 +192,7 @@ class Program(Held):
         """The rows whose prompts are read here, and the tokens of the longest on any rank."""
         return read.rows[self.reading.own(len(read.rows))], max(map(len, read.rows))
 
-    def _chunks(self, rows: list[list[int]], most: int) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+    def _chunks(self, rows: list[list[int]], most: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Leaves]]:
         """tokens `B C`, positions `B C`, last `B` of each call that reads prompts, and the slots it reads. most: tokens
         of the longest row on any rank: all ranks make as many calls, with rows or without."""
         for tokens, positions, last in cut(rows, self._rows_read, self.sizes.chunk, most):
@@ -233,12 +233,13 @@ class Program(Held):
 
         The state must be one of the last prefill, with rings or gated delta nets the last one; its token may be
         another (`dataclasses.replace(state, token=...)`).
-        Raises `ValueError` for a state of another prefill, whose cache is gone, and where a row is full.
+        Raises `TypeError` or `ValueError` for a state of another prefill, whose cache is gone, or of another program,
+        for a token that is none, and where a row is full.
         """
         longest, stop = self._check_state(state), end_tokens(eos_token_id)
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
-            plain = dataclasses.replace(state, session=0, token=state.token.clone())
+            plain = dataclasses.replace(state, session=0, token=state.token.to(self.device, copy=True))
             if self._spent:
                 self._session += 1
             new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
@@ -246,7 +247,8 @@ class Program(Held):
 
     def _check_state(self, state: State) -> int:
         """Raise for one that no step can follow. -> the tokens of its longest row, the one to feed included."""
-        return check_state(state, self._session, self.sizes, self._turns, spent=self._spent)
+        vocab_size = self.model.config.vocab_size
+        return check_state(state, self._session, self.sizes, self._turns, vocab_size, spent=self._spent)
 
     def generate(
         self,

@@ -132,11 +132,11 @@ class RankProgram(Program):
 
     @property
     def plan(self) -> RankPlan:  # type: ignore[override]
-        if self._plan is None:
-            by = (self.ranks, self.model.params), (self.reading, self._weights_read.params)
-            args = self.model, by, self._all, self.target, self.kernels, self.why_eager, self.sums
-            self._plan = make_rank_plan(*args)  # type: ignore[assignment]
-        return self._plan  # type: ignore[return-value]
+        return super().plan  # type: ignore[return-value]
+
+    def _make_plan(self) -> RankPlan:
+        by = (self.ranks, self.params), (self.reading, self._weights_read.params)
+        return make_rank_plan(self.model, by, self._all, self.target, self.kernels, self.why_eager, self.sums)
 
     def planned(self, phase: str) -> PhasePlan:
         if self.why_eager is not None:

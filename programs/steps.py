@@ -24,7 +24,7 @@ from ..functional.cache import Cache
 from ..functional.tree import Tree, dim, pytree, static
 from .dynamo import region
 
-__all__ = ["Seam", "State", "last_token", "make_steps", "packed", "windows"]
+__all__ = ["Leaves", "Seam", "State", "last_token", "make_steps", "packed", "windows"]
 
 Leaves = tuple[Tensor, ...]
 

@@ -13,7 +13,10 @@ from ..functional import tree
 from .beside import groups, lay
 from .steps import packed
 
-__all__ = ["Weights", "computed_dtype"]
+__all__ = ["Place", "Weights", "computed_dtype"]
+
+# Of a leaf: its address, strides, dtype and device.
+Place = tuple[int, tuple[int, ...], torch.dtype, torch.device]
 
 
 class Weights:
@@ -49,10 +52,14 @@ class Weights:
         self._read(new)
         return moved
 
+    def places(self) -> list[Place]:
+        """Where the leaves lie, and how: what a plan of them depends on."""
+        return [(leaf.data_ptr(), leaf.stride(), leaf.dtype, leaf.device) for leaf in self._leaves.values()]
+
     def allocate(self) -> None:
-        """Room for the converted copies."""
+        """Room for the converted copies, where there is none yet."""
         for path, leaf in self._leaves.items():
-            if not self._here(path, leaf):
+            if not self._here(path, leaf) and path not in self._converted:
                 # In the order in which it lies, without the gaps of a view.
                 self._converted[path] = torch.empty_like(leaf, dtype=self._dtypes[path], device=self._device)
         if self._device.type == "cuda":

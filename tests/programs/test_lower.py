@@ -130,6 +130,23 @@ def test_a_kernel_sees_weights_as_they_lie(monkeypatch):
         assert str(program.decode.graph) == str(program.plan.phases["decode"].graph)
 
 
+def test_a_plan_is_of_parameters_as_they_lie_now(monkeypatch):
+    """Set to others after the build; a graph that is compiled again is held to that plan."""
+    monkeypatch.setattr(dynamo, "inductor", lambda graph, inputs: graph.forward)
+    kernel = programs.Kernel("picky", "gated_mlp", KERNEL.op, contiguous_gate)
+    program = programs.build(ours(llama()), max_len=16, chunk=4, kernels=[kernel])
+    plan, expected = program.plan, program.generate([[1, 2]], max_new_tokens=3).tokens
+    assert program.plan is plan
+    gates = {path: x.detach().T.contiguous().T for path, x in F.tree.paths(program.params).items() if "gate" in path}
+    with pytest.warns(UserWarning, match="gate lie otherwise in memory"):
+        program.params = F.tree.replace(program.params, gates)
+    calls.clear()
+    assert program.generate([[1, 2]], max_new_tokens=3).tokens == expected
+    assert not calls
+    assert "gate is not contiguous" in str(program)
+    assert str(program.decode.graph) == str(program.plan.phases["decode"].graph)
+
+
 def test_a_plain_function_is_no_kernel():
     with pytest.raises(TypeError, match=r"op must be an operator of torch\.ops, not function"):
         programs.Kernel("plain", "gated_mlp", F.gated_mlp)

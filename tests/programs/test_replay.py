@@ -139,6 +139,48 @@ def test_returned_states_stay_as_they_were(host, monkeypatch):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+@pytest.mark.parametrize("captures", [True, False], ids=["graph", "plain"])
+def test_a_state_that_no_step_can_follow(host, monkeypatch, captures):
+    """On a GPU an index out of range would end the process, and a graph's buffers take numbers of any shape and dtype."""
+    other = plainly(monkeypatch, tiny_model())
+    program = built(tiny_model()) if captures else plainly(monkeypatch, tiny_model())
+    state = program.prefill(ROWS)
+    token, position = state.token, state.position
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (other.prefill(ROWS), ValueError, "not of this program's last prefill"),
+        (
+            {"token": token.index_fill(0, torch.tensor(1), 97)},
+            ValueError,
+            r"token 97 in row 1, and the vocabulary has 97",
+        ),
+        (
+            {"token": token.index_fill(0, torch.tensor(2), -1)},
+            ValueError,
+            r"token -1 in row 2(.|\n)*fix: 0 to 96, also",
+        ),
+        ({"token": token[:1]}, ValueError, r"its token is torch.int64 \[1\], and torch.int64 \[3\] is needed"),
+        ({"token": token.double()}, ValueError, r"its token is torch.float64 \[3\]"),
+        ({"token": token.tolist()}, ValueError, r"its token is list"),
+        ({"position": position.int()}, ValueError, r"its position is torch.int32 \[3\]"),
+        (token, TypeError, r"a State is needed, not Tensor\n    fix: what this program's last prefill returned"),
+    ]
+    for given, error, text in wrong:
+        with pytest.raises(error, match=rf"decode.*: .*{text}"):
+            program.decode(dataclasses.replace(state, **given) if isinstance(given, dict) else given)
+    assert torch.equal(program.decode(state).position, position + 1)  # which none of these has spoilt
+
+
+def test_warmed_up_again_in_the_middle_of_a_generation(host, monkeypatch):
+    model = tiny_model()
+    two = plainly(monkeypatch, model, dtype=torch.float64), built(model, dtype=torch.float64)
+    states = [program.prefill(ROWS) for program in two]
+    calls = list(host.calls)
+    two[1].warm_up()
+    assert host.calls == calls  # nothing is captured twice, and nothing that was is lost
+    found, expected = (program.decode(state) for program, state in zip(two, states, strict=True))
+    assert torch.equal(found.logits, expected.logits)
+
+
 def test_weights_written_in_place_are_read_and_nothing_is_captured_again(host, monkeypatch):
     model = tiny_model()
     program = built(model)
