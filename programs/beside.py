@@ -29,7 +29,11 @@ _TOGETHER: Mapping[type, tuple[str, ...]] = MappingProxyType(
 
 def side_by_side(params: F.Decoder) -> F.Decoder:
     """The same parameters, with copies of those weights that read one input (q, k and v; gate and up) side by side in
-    memory, as `load(device="cuda")` reads them. Leaves of more than one dtype or device stay where they are."""
+    memory, as `load(device="cuda")` reads them. Leaves of more than one dtype or device stay where they are. Raises
+    `TypeError` for what are no parameters of a decoder."""
+    if not isinstance(params, F.Decoder):
+        fix = "\n    fix: model.params" if hasattr(params, "params") else ""
+        raise TypeError(f"side_by_side(params=...): a Decoder is needed, not {type(params).__name__}{fix}")
     leaves = dict(tree.paths(params))
     lay(leaves, groups(params))
     found: F.Decoder = tree.replace(params, leaves)
