@@ -114,7 +114,7 @@ def few(x: torch.Tensor, norm: torch.Tensor | None, gate: torch.Tensor, *, activ
 
 def test_an_op_with_other_arguments_than_the_primitive_declines():
     kernel = programs.Kernel("few", "gated_mlp", torch.ops.meshfn_test.few.default)
-    text = str(programs.plan(ours(llama()), max_len=16, chunk=4, kernels=[kernel]))
+    text = str(programs.plan(ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, dtype=torch.bfloat16, kernels=[kernel]))
     assert "few: its op takes 3 arguments by place, not 6" in text
 
 

@@ -190,7 +190,7 @@ Kernel(test_gated): supports returned True for a call of gated_mlp
     fix: return None for what it computes, else the reason why not, in a few words
 
 Kernel(test_gated): supports raised KeyError: 'q', for a call of gated_mlp
-    its arguments: x, norm_weight, gate, up, gate_bias, up_bias, activation, eps, zero_centered, scale_in_fp32
+    its arguments: x, norm_weight, gate, up, gate_bias, up_bias, activation, norm_bias, norm_type, eps, zero_centered, scale_in_fp32
 
 build: the model has no weights, it was loaded with abstract=True
     fix: load it without
