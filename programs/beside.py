@@ -33,7 +33,10 @@ def side_by_side(params: F.Decoder) -> F.Decoder:
     memory, as `load(device="cuda")` reads them. Leaves of more than one dtype or device stay where they are.
 
     A copy of what requires a gradient does so too, but an optimizer or module that holds the old one writes it no more:
-    a warning says which."""
+    a warning says which. Raises `TypeError` for what are no parameters of a decoder."""
+    if not isinstance(params, F.Decoder):
+        fix = "\n    fix: model.params" if hasattr(params, "params") else ""
+        raise TypeError(f"side_by_side(params=...): a Decoder is needed, not {type(params).__name__}{fix}")
     given = tree.paths(params)
     leaves = dict(given)
     lay(leaves, groups(params))

@@ -66,6 +66,7 @@ def build(
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     place = _device(device, model.device)
     dtype = dtype or model.dtype
+    _check_dtype("build", dtype, place)
     _check_place(place, dtype)
     why_eager = _why_eager(compile, place, sizes)
     _check_graphs(kernels, strict, why_eager)
@@ -102,6 +103,7 @@ def plan(
             f'plan(arch="{arch}"): the plan is for a device of type {place.type}, which has none\n'
             '    fix: device="cuda" with it, or no arch'
         )
+    _check_dtype("plan", dtype or model.dtype, place)
     target = Target(place.type, dtype or model.dtype, arch)
     sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
     return make_plan(model, target, sizes, with_table(target, kernels), compiled=True)
@@ -127,6 +129,7 @@ def _build_rank(
             check_layout(agreement.mesh, reads, "prefill_layout")
         _check_weights(model)
         place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes(**sizes)
+        _check_dtype("build", kind, place)
         _check_place(place, kind)
         check_ranks(model.config, agreement.mesh, layout, read, reads)
         ranks = Ranks(model.config, agreement.mesh, layout, place)
@@ -210,12 +213,17 @@ def _device(device: torch.device | str | None, default: torch.device) -> torch.d
         raise ValueError(f'device="{device}": no such device\n    fix: "cpu" or "cuda"') from error
 
 
+def _check_dtype(function: str, dtype: object, device: torch.device) -> None:
+    known = ", ".join(map(str, _DTYPES))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{function}(dtype={dtype!r}): a torch.dtype is needed\n    known: {known}")
+    if dtype not in _DTYPES or (device.type == "mps" and dtype == torch.float64):
+        raise ValueError(f"{function}(dtype={dtype}): {device.type} cannot run it\n    known: {known}")
+
+
 def _check_place(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "meta":
         raise ValueError('build(device="meta"): nothing runs there\n    fix: programs.plan(model) prints the plan')
-    known = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-    if dtype not in _DTYPES or (device.type == "mps" and dtype == torch.float64):
-        raise ValueError(f"build(dtype={dtype}): {device.type} cannot run it\n    known: {known}")
     _check_there(device)
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise ValueError(f"build(dtype={dtype}): {torch.cuda.get_device_name(device)} cannot run it")

@@ -60,6 +60,7 @@ class _Lying(NamedTuple):
 def save(params: Any, specs: Any, mesh: Mesh, folder: Path) -> None:
     _check_together(mesh)
     with _told("save_shards", params, mesh, folder):
+        _check_tensors("save_shards", params)
         lying = _lying(params, specs, mesh, first=True)
     with _alone(mesh, "save_shards", f'"{folder}" holds what it held before') as told:
         writer = _Writer(folder)
@@ -67,8 +68,9 @@ def save(params: Any, specs: Any, mesh: Mesh, folder: Path) -> None:
 
 
 def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
-    new = tree.map(torch.empty_like, params)
     with _told("restore_shards", params, mesh, folder):
+        _check_tensors("restore_shards", params)
+        new = tree.map(torch.empty_like, params)
         lying = _lying(new, specs, mesh, first=False)
         _check_folder(lying, folder)
     with _alone(mesh, "restore_shards", "nothing was changed") as told:
@@ -79,7 +81,10 @@ def restore(params: Any, specs: Any, mesh: Mesh, folder: Path) -> Any:
 def _check_folder(lying: dict[str, _Lying], folder: Path) -> None:
     """Raise `ValueError` and `TreeError` where a folder has no such leaves."""
     if not (folder / ".metadata").is_file():
-        raise ValueError(f'"{folder}" has no checkpoint that `save_shards` wrote')
+        raise ValueError(
+            f'restore_shards(folder="{folder}"): no checkpoint that save_shards wrote is there\n'
+            "    fix: the folder that save_shards was given; a Hugging Face folder is for load_shards"
+        )
     there = FileSystemReader(folder).read_metadata().state_dict_metadata
     faults = []
     for path, each in lying.items():
@@ -93,6 +98,17 @@ def _check_folder(lying: dict[str, _Lying], folder: Path) -> None:
     faults += [f"{path}: not expected, the checkpoint has it" for path in there if path not in lying]
     if faults:
         raise TreeError(f'the checkpoint "{folder.name}" does not match\n    ' + "\n    ".join(listed(faults)))
+
+
+def _check_tensors(function: str, params: Any) -> None:
+    """Raise `TypeError` for a tree that has other leaves than tensors, as what `load_shards` returns has."""
+    for path, leaf in tree.paths(params).items():
+        if not isinstance(leaf, Tensor):
+            fix = "\n    fix: its .params" if hasattr(params, "params") else ""
+            raise TypeError(
+                f"{function}(params=...): a tree of tensors is needed, and {path} of a {type(params).__name__} is a "
+                f"{type(leaf).__name__}{fix}"
+            )
 
 
 def _check_together(mesh: Mesh) -> None:
@@ -109,7 +125,8 @@ def _check_together(mesh: Mesh) -> None:
 @contextlib.contextmanager
 def _told(function: str, params: Any, mesh: Mesh, folder: Path) -> Iterator[None]:
     """What one rank refuses within, or is told otherwise than others, is an error on all of them."""
-    agreement = Agreement(mesh, next((leaf.device for leaf in tree.leaves(params)), torch.device("cpu")))
+    tensors = (leaf.device for leaf in tree.leaves(params) if isinstance(leaf, Tensor))
+    agreement = Agreement(mesh, next(tensors, torch.device("cpu")))
     try:
         yield
     except Exception:

@@ -15,7 +15,7 @@ import sysconfig
 import types
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,20 @@ def op_name(node: fx.Node) -> str:
 def is_operator(op: Any) -> bool:
     """Whether a compiled graph can call it as it is."""
     return isinstance(op, torch._ops.OpOverload)
+
+
+def refused_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Why an operator cannot be called with such arguments, by its schema, in a few words, or None."""
+    arguments = op._schema.arguments
+    by_place = [each.name for each in arguments if not each.kwarg_only]
+    given = {*by_place[: len(args)], *kwargs}
+    unknown = sorted(given - {each.name for each in arguments})
+    missing = [each.name for each in arguments if each.name not in given and not each.has_default_value()]
+    if len(args) > len(by_place):
+        return f"its op takes {len(by_place)} arguments by place, not {len(args)}"
+    if unknown:
+        return f"its op has no argument {', '.join(unknown)}"
+    return f"its op needs {', '.join(missing)}, which the call has not" if missing else None
 
 
 def longest_sum(device: torch.device) -> int | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ from torch import fx
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .dynamo import op_name, same_memory, value_of, writes_to
 
-__all__ = ["NORM_OPTIONS", "Taken", "args_of", "arguments_of", "call_before", "free_name", "is_primitive", "join"]
+__all__ = [
+    "NORM_OPTIONS", "Taken", "args_of", "arguments_of", "call_before", "first_alone", "free_name", "is_primitive",
+    "join",
+]  # fmt: skip
 
 # The place in the table of the kernel that takes a primitive's node, None without one.
 Taken = Callable[[fx.Node], int | None]
@@ -72,8 +75,7 @@ def _linear_add(add: fx.Node, taken: Taken) -> bool:
             continue
         given = arguments_of(linear)
         new = call_before(add, "linear_add", (given["x"], given["weights"][0], residual, bias), value_of(add))
-        alone, joined = taken(linear), taken(new)
-        if joined is None or (alone is not None and alone < joined):  # what comes first in the table is asked first
+        if taken(new) is None or first_alone(taken, [linear], new):
             add.graph.erase_node(new)
             continue
         new.name = add.name
@@ -82,6 +84,13 @@ def _linear_add(add: fx.Node, taken: Taken) -> bool:
             node.graph.erase_node(node)
         return True
     return False
+
+
+def first_alone(taken: Taken, parts: Iterable[fx.Node], new: fx.Node) -> bool:
+    """Whether a kernel that takes one of the parts, such as a user's, stands in the table in front of the one that has
+    them joined: what comes first is asked first."""
+    alone, joined = [i for part in parts if (i := taken(part)) is not None], taken(new)
+    return bool(alone) and (joined is None or min(alone) < joined)
 
 
 def _with_bias(y: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -178,7 +187,7 @@ def _gate(product: fx.Node, taken: Taken) -> bool:
     if _shape(gate) != _shape(product) or attend.kwargs.get("gate") is not None:
         return False
     new = call_before(product, "decode_attention", attend.args, value_of(product), {**attend.kwargs, "gate": gate})
-    if taken(new) is None:
+    if taken(new) is None or first_alone(taken, [attend], new):
         product.graph.erase_node(new)
         return False
     new.name = attend.name

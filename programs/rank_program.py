@@ -64,8 +64,9 @@ __all__ = ["RankProgram"]
 
 class RankProgram(Program):
     """A rank's own. params: its shards; may be set to others, or to a whole model's, as they must where prompts are
-    read with other parts. why_eager: None where it is compiled. prefill_layout: by which prompts are read, `layout` unless given; caches are then handed over to it.
-    ranks, reading: by which a rank decodes and reads prompts. No step is captured: on a GPU each is one call.
+    read with other parts. why_eager: None where it is compiled. prefill_layout: by which prompts are read, `layout`
+    unless given; caches are then handed over to it. ranks, reading: by which a rank decodes and reads prompts. No step
+    is captured: on a GPU each is one call.
     """
 
     ranks: Ranks

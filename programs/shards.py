@@ -19,7 +19,7 @@ from ..functional import Decoder, DecoderConfig, TreeError, tree
 from ..sharding import Mesh, Sharded
 from .checkpoint import Checkpoint, find_folder
 from .families import find_wrapper
-from .load import check_device, load
+from .load import PACKAGED, check_device, load
 from .pieces import Piece, pieces
 
 __all__ = ["Shards", "load_shards", "restore_shards", "save_shards"]
@@ -53,7 +53,10 @@ def load_shards(
     place = check_device("load_shards", device)
     folder = find_folder(str(source))
     if folder is None:
-        raise ValueError(f'source "{source}" is no folder\n    fix: a Hugging Face folder or the name of a cached one')
+        fix = "a Hugging Face folder or the name of a cached one"
+        if str(source) in PACKAGED or str(source).endswith(".gguf"):
+            fix = f'programs.save(programs.load("{source}"), folder), once; then load_shards(folder, model)'
+        raise ValueError(f'source "{source}" is no folder\n    fix: {fix}')
     at = model.mesh if mesh is None else mesh
     rank = at.rank  # raises where it is none in particular
     whole = load(source, abstract=True, dtype=dtype)

@@ -11,6 +11,7 @@ packed documents and padding change nothing.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -82,6 +83,13 @@ def train_step(
     if dtype is not None and dtype not in _DTYPES:
         known = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
         raise ValueError(f"train_step(dtype={dtype}): layers cannot compute in it\n    known: {known}")
+    try:
+        inspect.signature(loss).bind("params", "cfg", "batch", "forward")
+    except TypeError as error:
+        raise TypeError(
+            f"train_step(loss=...): it is called as loss(params, cfg, batch, forward), and this cannot be: {error}\n"
+            "    fix: def loss(params, cfg, batch, forward): ..."
+        ) from error
     return TrainStep(
         cfg,
         optimizer,
@@ -135,13 +143,14 @@ class TrainStep:
         batch: input_ids `B S`, and what there is of labels `B S`, those of the tokens themselves as in transformers
         (-100 is left out), or loss_mask `B S`, which tokens are to be predicted; positions `B|1 S` (-1: padding), or
         attention_mask `B S`; segment_ids `B S`, the document of each token, whose positions begin anew unless given.
-        What else is in it goes to the loss, with targets `B S`, the label of the token after each.
+        What else is in it goes to a loss of your own, with targets `B S`, the label of the token after each; without
+        one, which would read it, it is refused.
         metrics: loss, grad_norm (before it is clipped), tokens (those with a target), and what the loss says: scalars
         on the device, which nothing waits for.
         Raises `ValueError` and `TypeError` before any work.
         """
         alias, trained = self._aliased(params)
-        read = read_batch(batch, params.embed.device)
+        read = read_batch(batch, params.embed.device, more=self._loss is not next_token)
         parts = list(split(read, self._microbatches))
         optimizer = optimizers.made(self._optimizer, trained, opt_state)
         if not self._donate:

@@ -5,6 +5,7 @@ Letters: B rows, S tokens.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,9 +26,10 @@ _ELSEWHERE = {
 }
 
 
-def read_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def read_batch(batch: Mapping[str, Any], device: torch.device, *, more: bool = True) -> dict[str, Any]:
     """The batch with `targets` `B S`, the token after each or -100; positions are None where every row is whole, and
-    segment_ids without documents. See `TrainStep.__call__`. Raises `ValueError` and `TypeError`, naming the entry."""
+    segment_ids without documents. more: whether a loss may read what else is in it. See `TrainStep.__call__`. Raises
+    `ValueError` and `TypeError`, naming the entry."""
     if not isinstance(batch, Mapping):
         fix = "\n    fix: dataclasses.asdict(batch)" if hasattr(batch, "__dataclass_fields__") else ""
         raise TypeError(f"batch: a mapping with input_ids is needed, not {type(batch).__name__}{fix}")
@@ -36,6 +38,14 @@ def read_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]
             raise ValueError(f'batch["{name}"]: not known by this name\n    fix: {fix}')
     if "input_ids" not in batch:
         raise ValueError(f"batch: input_ids is missing\n    it has: {', '.join(map(str, batch)) or 'nothing'}")
+    unread = [] if more else [name for name in batch if name not in _OURS]
+    if unread:
+        near = difflib.get_close_matches(str(unread[0]), _OURS, n=1)
+        fix = f'did you mean "{near[0]}"?' if near else "leave it out, or train_step(..., loss) with one that reads it"
+        raise ValueError(
+            f'batch["{unread[0]}"]: the loss of the next token does not read it\n'
+            f"    known: {', '.join(_OURS)}\n    fix: {fix}"
+        )
     for first, second in (("labels", "loss_mask"), ("positions", "attention_mask")):
         if batch.get(first) is not None and batch.get(second) is not None:
             raise ValueError(f"batch: {first} and {second} say the same; one of them at most")

@@ -47,7 +47,8 @@ def test_rollout_and_training(capsys):
     program = programs.build(model, batch=2, max_len=20, chunk=8, compile=False)
     before = module.lm_head.weight.detach().clone()
     code = snippet("programs.train_step(").replace("max_grad_norm=1.0", "max_grad_norm=1.0, compile=False")
-    exec(code, {"torch": torch, "programs": programs, "model": model, "program": program, "prompts": [[1, 2], [3]]})
+    found = {"torch": torch, "F": F, "programs": programs, "model": model, "program": program}
+    exec(code, {**found, "prompts": [[1, 2], [3]]})
     assert f"```python\n{snippet('programs.train_step(')}```\n```\n{capsys.readouterr().out}```\n" in README
     assert not torch.equal(module.lm_head.weight, before)
 
@@ -149,7 +150,7 @@ def test_whole_models(tmp_path, capsys):
     module = family("deepseek_v3")
     module.save_pretrained(tmp_path / "folder")
     model = programs.load(module.double())
-    found = {"F": F, "sh": sh, "cfg": model.config, "params": model.params, "ids": torch.randint(1, 97, (8, 33))}
+    found = {"cfg": model.config, "params": model.params}
     code = snippet("sh.spread(sh.mla_latent(tp=")
     exec(code, found)
     assert "latent attention, experts" in str(found["plan"])
@@ -220,9 +221,15 @@ def test_kernels_of_a_gpu(capsys):
 
 def test_a_kernel_of_your_own(capsys):
     model = programs.load(family("llama"), abstract=True)
-    exec(snippet("programs.Kernel("), {"torch": torch, "F": F, "programs": programs, "model": model})
+    found = {"torch": torch, "F": F, "programs": programs, "model": model}
+    exec(snippet("programs.Kernel("), found)
     prefill, decode = capsys.readouterr().out.split("decode   B=1")
     assert prefill.count("apply_rope") == prefill.count("compiler (mine: more than one token)") == 2
     lines = [line for line in decode.splitlines() if " apply_rope " in line]
     assert len(lines) == 2
     assert all(line.endswith(" mine") for line in lines)
+
+    gpu = {"device": "cuda", "arch": "sm_90", "dtype": torch.bfloat16}  # there its node would be part of a larger one
+    ours, theirs = (str(programs.plan(model, kernels=some, **gpu)) for some in ((), (found["mine"],)))
+    assert ("qkv_rope_cache" in ours, "qkv_rope_cache" in theirs) == (True, False)
+    assert len([line for line in theirs.splitlines() if line.endswith(" mine")]) == 2

@@ -30,13 +30,13 @@ def step(params, x, cache, positions, cfg, **wire):
     return out
 
 
-def lowered(cfg, *, B=3, S=1, dtype=torch.float32, change=step):
+def lowered(cfg, *, B=3, S=1, dtype=torch.float32, change=step, first=()):
     """The graph of a step with the kernel, and what does not have one."""
     params = F.tree.map(torch.Tensor.detach, weights(cfg, dtype))
     given = [params, torch.randn(B, S, 11).to(dtype), zeros(cfg, B, dtype), torch.tensor([[3], [-1], [0]]).expand(B, S)]
     graph = dynamo.capture(lambda *args: change(*args, cfg), *given)
     only = [kernel for kernel in CUDA_KERNELS if kernel.primitive == "gdn_step"]
-    left = lower(graph, Target("cuda", dtype, "sm_90"), tuple(only))
+    left = lower(graph, Target("cuda", dtype, "sm_90"), (*first, *only))
     return graph, left, given
 
 
@@ -128,6 +128,14 @@ v_conv      meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.
 a_log       meshfn.norm_linear, meshfn_test.moved, meshfn_cuda.gdn_step, meshfn.norm_linear
 cache_state masked_fill, meshfn.norm_linear, meshfn_test.moved, meshfn.short_conv, meshfn.short_conv, meshfn.short_conv, meshfn.gdn_gates, meshfn.gated_delta_rule, meshfn.gated_rms_norm, meshfn.norm_linear, copy_, copy_, copy_, copy_""",
     )
+
+
+def test_nor_where_a_users_kernel_takes_a_part():
+    for name in ("short_conv", "gdn_gates", "gated_delta_rule", "gated_rms_norm"):
+        mine = Kernel("mine", name, getattr(torch.ops.meshfn, name).default)
+        said = calls(lowered(config(), first=[mine])[0])
+        assert "gdn_step" not in said
+        assert f"meshfn.{name}" in said
 
 
 def test_nor_where_a_state_is_read_otherwise_or_a_row_has_several_tokens():

@@ -107,6 +107,17 @@ def test_strict_lists_every_reason():
     assert "decode h_BSF" not in text
 
 
+@torch.library.custom_op("meshfn_test::few", mutates_args=())
+def few(x: torch.Tensor, norm: torch.Tensor | None, gate: torch.Tensor, *, activation: str) -> torch.Tensor:
+    return x.clone()
+
+
+def test_an_op_with_other_arguments_than_the_primitive_declines():
+    kernel = programs.Kernel("few", "gated_mlp", torch.ops.meshfn_test.few.default)
+    text = str(programs.plan(ours(llama()), max_len=16, chunk=MOST_TOKENS + 1, dtype=torch.bfloat16, kernels=[kernel]))
+    assert "few: its op takes 3 arguments by place, not 6" in text
+
+
 def contiguous_gate(call: programs.Call) -> str | None:
     return None if call.arguments["gate"].is_contiguous() else "gate is not contiguous"
 

@@ -123,6 +123,8 @@ def test_build(tiny, monkeypatch):
         message(programs.build, model, batch=0),
         message(programs.build, model, max_len=1.5),
         message(programs.build, model, dtype=torch.int8),
+        message(programs.plan, model, dtype=torch.int8),
+        message(programs.build, model, dtype="bfloat16"),
         message(programs.build, model, device="cuda"),
         message(programs.build, model, device="meta"),
         message(programs.build, model, device="xyz"),
@@ -133,6 +135,7 @@ def test_build(tiny, monkeypatch):
         message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, primitive="gatedmlp")]),
         message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, primitive="flash_fwd")]),
         message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, supports=lambda call: True)]),
+        message(programs.plan, model, kernels=[dataclasses.replace(KERNEL, supports=lambda c: c.arguments["q"])]),
         message(programs.build, programs.load(tiny.module, abstract=True)),
         message(programs.build, model, strict=True),
     ]
@@ -149,7 +152,13 @@ build(batch=...): a positive integer is needed, not 0
 build(max_len=...): a positive integer is needed, not 1.5
 
 build(dtype=torch.int8): cpu cannot run it
-    known: float32, bfloat16, float16, float64
+    known: torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+plan(dtype=torch.int8): cpu cannot run it
+    known: torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+build(dtype='bfloat16'): a torch.dtype is needed
+    known: torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 build(device="cuda"): no CUDA device is available
     fix: programs.plan(model, device="cuda", arch="sm_90") prints the plan without one
@@ -179,6 +188,9 @@ kernels: test_gated serves "flash_fwd", and no primitive is named so
 
 Kernel(test_gated): supports returned True for a call of gated_mlp
     fix: return None for what it computes, else the reason why not, in a few words
+
+Kernel(test_gated): supports raised KeyError: 'q', for a call of gated_mlp
+    its arguments: x, norm_weight, gate, up, gate_bias, up_bias, activation, norm_bias, norm_type, eps, zero_centered, scale_in_fp32
 
 build: the model has no weights, it was loaded with abstract=True
     fix: load it without
@@ -313,6 +325,8 @@ def test_wrong_objects_name_the_right_one(eager):
         message(programs.build, "smollm2-135m"),
         message(programs.plan, llama()),
         message(programs.save, model.params, "somewhere"),
+        message(programs.build, programs.Shards(model.config, model.params, None, 0)),
+        message(programs.side_by_side, model),
         message(eager.generate, [[1]], max_length=9),
         message(eager.generate, [[1]], tokenizer=None),
         message(eager.generate, [[1]], num_beams=4).splitlines()[0],
@@ -333,6 +347,12 @@ plan: a programs.Model is needed, not LlamaForCausalLM
 
 save: a programs.Model is needed, not Decoder
     fix: dataclasses.replace(model, params=params), with the model they came from
+
+build: a programs.Model is needed, not Shards
+    fix: dataclasses.replace(programs.load(source, abstract=True), params=mine.params), if these are mine
+
+side_by_side(params=...): a Decoder is needed, not Model
+    fix: model.params
 
 generate: max_length unknown
     known: prompts, input_ids, attention_mask, max_new_tokens, eos_token_id, pad_token_id, stop_strings, num_return_sequences, return_logprobs, streamer, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, seed

@@ -295,8 +295,11 @@ def test_the_readme():
     want = programs.build(of, batch=4, max_len=64, compile=False).generate(PROMPTS, max_new_tokens=8).tokens
 
     def body(at):
-        code_of_rank = code.replace("sh.ProcessGroup(device_mesh).mesh", "at")
-        names = {"sh": sh, "programs": programs, "model": of, "prompts": PROMPTS, "at": at}
+        code_of_rank = code[code.index("\nmesh = ") : code.index("dist.destroy")]
+        code_of_rank = code_of_rank.replace("sh.ProcessGroup(device_mesh).mesh", "at")
+        code_of_rank = code_of_rank.replace('programs.load("smollm2-135m")', "of")
+        code_of_rank = code_of_rank.replace('["The capital of France is"]', "prompts")
+        names = {"sh": sh, "programs": programs, "of": of, "prompts": PROMPTS, "at": at}
         exec(code_of_rank, names)
         return names["found"].tokens
 

@@ -78,6 +78,9 @@ def test_what_cannot_be_read(tmp_path):
         lambda: programs.restore_shards(others, of_others, mesh, tmp_path / "parts"),
         lambda: programs.restore_shards(whole, specs, mesh, Path("nowhere")),
         lambda: programs.load_shards("nowhere", sh.shard(F.next_token_loss, PLAIN, mesh, S=8)),
+        lambda: programs.load_shards("smollm2-135m", sh.shard(F.next_token_loss, PLAIN, mesh, S=8)),
+        lambda: programs.save_shards(programs.Shards(cfg, whole, specs, 0), specs, mesh, tmp_path / "cut"),
+        lambda: programs.restore_shards(programs.Shards(cfg, whole, specs, 0), specs, mesh, tmp_path / "saved"),
         lambda: programs.load_shards("nowhere", PLAIN),
         lambda: programs.load_shards("nowhere", sh.shard(F.next_token_loss, PLAIN, mesh, S=8), device="cuda"),
         lambda: programs.save_shards(whole, specs, sh.Mesh(u=2), tmp_path / "cut"),
@@ -100,9 +103,16 @@ the checkpoint "parts" does not match
     ['d']: missing, it is (31, 10) in all
     ['a']: not expected, the checkpoint has it
     ['c']: not expected, the checkpoint has it
-"nowhere" has no checkpoint that `save_shards` wrote
+restore_shards(folder="nowhere"): no checkpoint that save_shards wrote is there
+    fix: the folder that save_shards was given; a Hugging Face folder is for load_shards
 source "nowhere" is no folder
     fix: a Hugging Face folder or the name of a cached one
+source "smollm2-135m" is no folder
+    fix: programs.save(programs.load("smollm2-135m"), folder), once; then load_shards(folder, model)
+save_shards(params=...): a tree of tensors is needed, and .config of a Shards is a DecoderConfig
+    fix: its .params
+restore_shards(params=...): a tree of tensors is needed, and .config of a Shards is a DecoderConfig
+    fix: its .params
 load_shards(model=...): what sharding.shard made is needed, not Layout
     fix: sh.shard(F.next_token_loss, layout, mesh, S=...)
 load_shards(device="cuda"): no CUDA device is available

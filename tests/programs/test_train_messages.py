@@ -56,6 +56,12 @@ def test_targets_are_the_next_labels():
             r'batch\["position_ids"\]: not known by this name\n    fix: positions',
         ),
         ({"input_ids": IDS, "labels": IDS, "loss_mask": IDS}, "labels and loss_mask say the same"),
+        (
+            {"input_ids": IDS, "attn_mask": IDS},
+            r'batch\["attn_mask"\]: the loss of the next token does not read it\n'
+            r'    known: input_ids, .*\n    fix: did you mean "attention_mask"\?',
+        ),
+        ({"input_ids": IDS, "rewards": IDS}, r"fix: leave it out, or train_step\(..., loss\) with one that reads it"),
         ({"input_ids": IDS.to("meta")}, 'on meta, the parameters are on cpu\n    fix: .to\\("cpu"\\)'),
     ],
 )
@@ -77,6 +83,10 @@ def test_batches_that_are_none(batch, message, model):
         ({"microbatches": 4}, r"train_step\(microbatches=4\): does not divide 1 rows\n    fix: microbatches=1"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
         ({"dtype": torch.int8}, r"dtype=torch.int8\): layers cannot compute in it\n    known: float32"),
+        (
+            {"loss": lambda params, batch: 0},
+            r"it is called as loss\(params, cfg, batch, forward\), and this cannot be: too many positional arguments",
+        ),
         ({"loss": lambda *_: 3.0}, "it returned float; a sum over tokens is needed"),
         ({"loss": lambda *_: torch.zeros(())}, "it returned one without a gradient"),
         ({"loss": lambda params, *_: params.embed.sum(0)}, r"it returned a tensor of \(48,\)"),
