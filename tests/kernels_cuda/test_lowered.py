@@ -71,7 +71,7 @@ def test_options_within_the_graph_of_several_steps(as_planned, monkeypatch):
     prompts, given = [[1, 2, 3, 4], [5]], {"do_sample": True, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2}
     expected = programs.build(model, batch=3, max_len=24, compile=False).generate(prompts, max_new_tokens=10, **given)
     monkeypatch.setattr(program_file, "replay_of", lambda device, compiled: HostReplay())
-    monkeypatch.setattr(program_file, "arch_of", lambda device: "sm_90")
+    monkeypatch.setattr(program_file, "target_of", lambda device, dtype: Target(device.type, dtype, "sm_90"))
     with host_ops() as launches:
         program = programs.build(model, batch=3, max_len=24, chunk=4)
         assert program.generate(prompts, max_new_tokens=10, **given).tokens == expected.tokens
