@@ -11,7 +11,7 @@ from transformers import Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from .test_mla import refused
+from .test_mla_messages import refused
 
 
 def tiny(**more):

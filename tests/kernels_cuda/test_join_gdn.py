@@ -168,8 +168,8 @@ def test_a_kernel_that_writes_in_place_takes_no_call_whose_results_stay():
         return out, new.q
 
     graph, _, _ = lowered(config(), change=both)
-    mine = Kernel("mine", "gated_delta_rule", torch.ops.meshfn_cuda.gdn_step.default, in_place=("state",))
-    other = Kernel("other", "short_conv", torch.ops.meshfn_cuda.gdn_step.default, in_place=("state",))
+    mine = Kernel("mine", "gated_delta_rule", torch.ops.meshfn.gated_delta_rule.default, in_place=("state",))
+    other = Kernel("other", "short_conv", torch.ops.meshfn.short_conv.default, in_place=("state",))
     nodes = [node for node in graph.graph.nodes if primitive_name(node) in ("short_conv", "gated_delta_rule")]
     target = Target("cuda", torch.float32, "sm_90")
     assert_expected_inline(
@@ -235,7 +235,8 @@ def test_an_older_torch_gets_no_kernel_that_writes_in_place(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     for kernel in KERNELS:
         if kernel.kernel in ("gdn_decode", "qkv_rope_cache"):
+            named = "q k v z b a cos sin q_norm k_norm k_cache v_cache q_conv k_conv v_conv a_log dt_bias o_norm"
             given = dict.fromkeys(
-                ("q", "k", "v", "cos", "sin", "q_norm", "k_norm", "k_cache", "v_cache"), torch.empty(1)
+                [*named.split(), *(f"cache_{each}" for each in ("q", "k", "v", "state"))], torch.empty(1)
             )
             assert kernel.supports(given, "sm_90") == "torch 2.12.1 compiles no layer that writes in place, 2.13 does"

@@ -151,7 +151,7 @@ def test_prompts_of_other_lengths_on_other_ranks(case):
     for found in sh.Threads(sh.Mesh(**axes)).run(body):
         for (token, scores, own), (token_of_all, scores_of_all) in zip(found, want, strict=True):
             assert token[: own.stop - own.start].tolist() == token_of_all[own].tolist()
-            torch.testing.assert_close(scores, scores_of_all[own], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(scores, scores_of_all, rtol=1e-9, atol=1e-9)
 
 
 def test_caches_are_of_the_ranks_own_shapes():

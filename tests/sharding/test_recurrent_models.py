@@ -100,9 +100,9 @@ hybrid(ulysses="u", gather="g") beside gdn_scan("g", "u")
   gdn.rows           P/g/u B -> P B                                   all-gather over g/u
   gdn.q_positions    B S -> B S/g/u                                   whole on every rank, then a slice
   gdn.q_segment_ids  B S -> B S/g/u                                   whole on every rank, then a slice
-  out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, gdn.b, gdn.a,
-  gdn.q_conv, gdn.k_conv, gdn.v_conv, gdn.a_log, gdn.dt_bias, gdn.cache_q, gdn.cache_k, gdn.cache_v,
-  gdn.cache_state, gdn.o: stay as they come
+  out, h, embedded, logits, tokens, targets, weights, rope, rope_positions, loss, cache_k, cache_v,
+  gdn.b, gdn.a, gdn.q_conv, gdn.k_conv, gdn.v_conv, gdn.a_log, gdn.dt_bias, gdn.cache_q, gdn.cache_k,
+  gdn.cache_v, gdn.cache_state, gdn.o: stay as they come
   k_positions, k_segment_ids, gdn.k_positions, gdn.k_segment_ids: whole on every rank""",
     )
 
