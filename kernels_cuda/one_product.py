@@ -17,10 +17,10 @@ from .gemv import MOST_WEIGHTS
 from .ops import composite, define_composed
 from .rules import arch_rule, as_rows, by_rows, check_absent, check_same
 
-__all__ = ["norm_linear", "side_by_side", "supports"]
+__all__ = ["as_one", "norm_linear", "supports"]
 
 
-def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
+def as_one(weights: Sequence[Tensor]) -> Tensor | None:
     """Weights `F_i D` as one `F D`, in the same memory; None where they do not follow one another in one storage."""
     weights = [w for w in weights if w.numel()] or weights  # an empty one lies nowhere
     width, begin = weights[0].shape[1], weights[0].data_ptr()
@@ -46,7 +46,7 @@ def _reference(
 
 def _product(x: Tensor, *given: Tensor | None) -> Tensor:
     out, weights = _outputs(x, *given), [w for w in given if w is not None]
-    joined = side_by_side(weights)
+    joined = as_one(weights)
     if joined is not None:
         return torch.mm(x, joined.t(), out=out)
     for w, part in zip(weights, out.split([w.shape[0] for w in weights], -1), strict=True):

@@ -72,7 +72,7 @@ def lay(leaves: dict[str, Tensor], of: Sequence[tuple[str, ...]]) -> None:
     """Put copies of the leaves of each group side by side, group by group, so that no more than one is there twice."""
     for group in of:
         old = [leaves[path].detach() for path in group]
-        if len({(leaf.dtype, leaf.device) for leaf in old}) > 1 or one_product.side_by_side(old) is not None:
+        if len({(leaf.dtype, leaf.device) for leaf in old}) > 1 or one_product.as_one(old) is not None:
             continue
         storage = torch.empty(sum(leaf.numel() for leaf in old), dtype=old[0].dtype, device=old[0].device)
         at = 0
@@ -89,7 +89,7 @@ def beside_text(params: F.Decoder, copied: set[str]) -> str:
     leaves, of = tree.paths(params), groups(params)
     if any(leaf.device.type == "meta" for leaf in leaves.values()):
         return 'one_product: of weights that lie side by side, as load(device="cuda") lays them; others one by one'
-    lie = {group for group in of if one_product.side_by_side([leaves[path].detach() for path in group]) is not None}
+    lie = {group for group in of if one_product.as_one([leaves[path].detach() for path in group]) is not None}
     one = [group for group in of if copied.issuperset(group) or (group in lie and copied.isdisjoint(group))]
     apart = "" if len(one) == len(of) else "; weights of the others lie apart, see programs.side_by_side"
     return f"one_product: {len(one)} of {len(of)}{apart}"

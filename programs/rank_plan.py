@@ -27,7 +27,7 @@ from .model import Model, count_text
 from .pair_sums import PairSums
 from .rank_steps import compiled_seam
 from .ranks import Ranks
-from .report import PhasePlan, abstract_params, cache_text, phase_plan
+from .report import PhasePlan, abstract_params, beside_note, cache_text, phase_plan
 from .rows import size_text
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -145,8 +145,9 @@ def make_rank_plan(
     transport = sums.dry(Dry(axes, rank))
     trace = Trace(Mesh(**dict(axes)).at(rank, transport))
     dry, dry_read = (Ranks(each.config, trace.mesh, each.layout, torch.device("meta")) for each in (ranks, reading))
-    params, params_read = (
-        abstract_params(dataclasses.replace(model, params=each), target)[0] for each in (params, params_read)
+    own_params = params
+    (params, moved), (params_read, _) = (
+        abstract_params(dataclasses.replace(model, params=each), target) for each in (params, params_read)
     )
     caches, caches_read = dry.caches(sizes, dtype), dry_read.caches(sizes, dtype)
     used = {"prefill": (dry_read, params_read, caches_read), "decode": (dry, params, caches)}
@@ -178,7 +179,10 @@ def make_rank_plan(
             for name, given in inputs.items()
         }
         port.close()
-        return found
+        return {
+            name: dataclasses.replace(each, notes=(*each.notes, *beside_note(each, own_params, moved)))
+            for name, each in found.items()
+        }
 
     def bytes_of(of: Any) -> int:
         return sum(leaf.numel() * leaf.itemsize for leaf in tree.leaves(of))

@@ -34,7 +34,7 @@ from .sizes import Sizes, Target
 from .steps import make_steps, packed
 from .weights import computed_dtype
 
-__all__ = ["PhasePlan", "Plan", "PlanRow", "abstract_params", "make_plan", "phase_plan"]
+__all__ = ["PhasePlan", "Plan", "PlanRow", "abstract_params", "beside_note", "make_plan", "phase_plan"]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         inputs = sizes.idle(name, model.config, target.dtype, "meta")
         found = phase_plan(name, steps[name], params, caches, inputs, sizes, target, kernels, in_place=compiled)
         ways = _ways(model.config, sizes, sizes.chunk if name == "prefill" else 1, target.dtype)
-        phases[name] = dataclasses.replace(found, notes=(*ways, *found.notes, *_beside(found, model.params, moved)))
+        phases[name] = dataclasses.replace(found, notes=(*ways, *found.notes, *beside_note(found, model.params, moved)))
     return Plan(
         model=model.name,
         target=target,
@@ -213,7 +213,7 @@ def phase_plan(
     return PhasePlan(name, header, launch_notes(graph, target, kernels), blocks, left, graph)
 
 
-def _beside(phase: PhasePlan, params: F.Decoder, moved: set[str]) -> tuple[str, ...]:
+def beside_note(phase: PhasePlan, params: F.Decoder, moved: set[str]) -> tuple[str, ...]:
     """A line where some products with several weights may be one."""
     here = any(row.kernel == "one_product" for block in phase.blocks for row in block.rows)
     return (beside_text(params, moved),) if here else ()

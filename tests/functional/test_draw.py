@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
 import torch
 from meshfn.functional import sampling
-from meshfn.functional.sampling import Controls, draw, fold_seed, sample, uniform, warp
+from meshfn.functional.sampling import draw, fold_seed, sample, uniform, warp
 from torch import Tensor
 
+from .test_sampling import controls
+
 NONE = torch.tensor([], dtype=torch.int64)
-
-
-def controls(batch: int, vocab: int, **given) -> Controls:
-    """`Controls.off` with some fields replaced, by a value for all rows or a list."""
-    new = Controls.off(batch, vocab)
-    for name, value in given.items():
-        values = torch.tensor(value, dtype=getattr(new, name).dtype).expand(batch).clone()
-        new = dataclasses.replace(new, **{name: values})
-    return new
 
 
 def test_philox_known_answers():

@@ -11,7 +11,7 @@ import torch
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.functional import tree
-from meshfn.kernels_cuda.one_product import norm_linear, side_by_side
+from meshfn.kernels_cuda.one_product import as_one, norm_linear
 from meshfn.programs import dynamo
 from meshfn.programs.beside import beside_text, groups
 from meshfn.programs.cuda import CUDA_KERNELS
@@ -69,14 +69,14 @@ def test_wrong_arguments():
 
 def test_where_weights_lie():
     q, k, v = weights((4, 2, 3))
-    assert side_by_side([q, k, v]).shape == (9, D)
-    assert side_by_side([k, v]).data_ptr() == k.data_ptr()
+    assert as_one([q, k, v]).shape == (9, D)
+    assert as_one([k, v]).data_ptr() == k.data_ptr()
     apart = [(q, v), (k, q), (q, k.clone()), (q, k[:, ::2]), (q.clone(), k)]
-    assert [side_by_side(pair) for pair in apart] == [None] * 5
+    assert [as_one(pair) for pair in apart] == [None] * 5
     # Handles on one memory, of which the last alone has the storage of all: as a program hands fused projections over.
     handles = [torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(w)) for w in (q, k)]
-    assert side_by_side(handles) is None
-    torch.testing.assert_close(side_by_side([*handles, v]), torch.cat((q, k, v)))
+    assert as_one(handles) is None
+    torch.testing.assert_close(as_one([*handles, v]), torch.cat((q, k, v)))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_lies_together_is_what_one_product_reads(name):
     live = tree.leaves(Weights(params, torch.device("cpu"), torch.float32).live())
     assert len({leaf.untyped_storage()._cdata for leaf in live}) == len(live)
     by_path = dict(zip(tree.paths(params), live, strict=True))
-    assert all(side_by_side([by_path[path] for path in group]) is not None for group in groups(params))
+    assert all(as_one([by_path[path] for path in group]) is not None for group in groups(params))
 
 
 def test_copies_of_what_is_trained_say_so_and_can_be_trained():
