@@ -21,7 +21,7 @@ template <int VEC, class T> __device__ __forceinline__ Bits<T, VEC> part_of(cons
 
 // 16 threads share a row of 16 VEC columns; the block's 16 groups of them share a head's rows.
 template <class T, int VEC, int TOKENS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 2)
     queries_in(const T* q, long long q_row, long long q_head, const T* kv_b, long long kv_b_row, float* out, int tokens,
                int nope, int rows, int rotary, int values) {
   constexpr int ACROSS = 16, GROUPS = THREADS / ACROSS, AHEAD = 8, COLUMNS = ACROSS * VEC;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // A warp takes ROWS of a head's rows, a block 8 ROWS of them.
 template <class T, int VEC, int TOKENS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 2)
     values_out(const float* partial, const float* stats, const T* kv_b, long long kv_b_row, T* out, int tokens,
                int nope, int rows, int values, int shares) {
   constexpr int ROWS = 8;

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
-from .chooser import Choice, choose_inside
+from .chooser import Choice
 from .replay import Replay
 from .steps import State
 
@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 # and a copy of the state; so few are enough to spread that, and a capture takes as long as it has steps. It divides
 # how often the end is looked for.
 STEPS = 8
+# Of options: a rank among several captures one for each number of candidates that it sends.
+_KINDS = 4
 
 
 def launch_steps(max_len: int) -> int:
@@ -51,8 +53,10 @@ class CapturedDecode:
 
     step: (parameters, cache, state, end tokens, read) -> state. idle: (state, end tokens, read) with no active row;
     these tensors become the static buffers. names: of the leaves of parameters and cache, for the log. steps: of a
-    longer launch. arch: of a GPU that all this is on.
-    captures: how many graphs were captured: one for each length of a launch, with and without options.
+    longer launch. choose: (state after a step, position that it was fed at, end tokens, choice, options) -> the state
+    with its token chosen by them. others_failed: (whether this rank could not capture) -> why others could not, which
+    capture the same now.
+    captures: how many graphs were captured: one for each length of a launch, and each `Chooser.graph`.
     """
 
     def __init__(
@@ -62,17 +66,19 @@ class CapturedDecode:
         idle: tuple[State, Tensor, Any],
         names: Sequence[str],
         steps: int,
-        arch: str | None,
+        choose: Callable[[State, Tensor, Tensor, Choice, int], State],
+        others_failed: Callable[[bool], str],
     ) -> None:
-        self._step, self._replay, self._names, self._arch = step, replay, names, arch
+        self._step, self._replay, self._names, self._choose = step, replay, names, choose
+        self._others_failed = others_failed
         self._state, self._eos, self._read = idle
         self._idle = tree.map(torch.clone, self._state)
         self._choice: Choice | None = None
         self.steps, self.captures = steps, 0
         self._inputs: tuple[Any, Any] | None = None
         self._places: list[tuple[Any, ...]] = []
-        # By steps and whether with options: tokens and log-probabilities `B n` of the last launch.
-        self._columns: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+        # By steps and `Chooser.graph`: tokens and log-probabilities `B n` of the last launch.
+        self._columns: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._returned: State | None = None
         self._ends: Tensor | None = None
 
@@ -82,18 +88,22 @@ class CapturedDecode:
         inputs: parameters and cache. The same object as at the last call is not looked at again.
         Raises `RuntimeError` where the capture fails; the next call tries again.
         """
-        self.launch(inputs, state, eos_token_id, 1, options=False)
+        self.launch(inputs, state, eos_token_id, 1)
         self._returned = tree.map(torch.clone, self._state)
         return self._returned
 
     def launch(
-        self, inputs: tuple[Any, Any], state: State, eos_token_id: Tensor, n: int, *, options: bool
+        self, inputs: tuple[Any, Any], state: State, eos_token_id: Tensor, n: int, *, options: int = 0
     ) -> tuple[State, Tensor, Tensor]:
         """n steps, 1 or `steps` -> the state after them, tokens and log-probabilities `B n`: buffers, which the next
-        launch writes over. options: whether tokens are chosen as `choice` says. Otherwise as a call."""
+        launch writes over. options: `Chooser.graph`; but for 0 tokens are chosen as `choice` says. Otherwise as a
+        call."""
         if inputs is not self._inputs:
             self._hold(inputs)
         if (n, options) not in self._columns:
+            if options and len({each for _, each in self._columns if each} | {options}) > _KINDS:
+                self.drop(f"options of {_KINDS} kinds are held at most")
+                self._hold(inputs)
             self._capture(inputs, n, options)
         # A state that comes back as it was returned already stands in the buffers.
         if state is not self._state and state is not self._returned:
@@ -117,8 +127,13 @@ class CapturedDecode:
         """Warm up and capture what has no options and is not captured yet, so that no step need."""
         self._hold(inputs)
         for n in dict.fromkeys((1, self.steps)):
-            if (n, False) not in self._columns:
-                self._capture(inputs, n, options=False)
+            if (n, 0) not in self._columns:
+                self._capture(inputs, n, options=0)
+
+    def drop(self, why: str) -> None:
+        """Capture all again, each graph when it is needed."""
+        _log.info("decode is captured again: %s", why)
+        self.release()
 
     def release(self) -> None:
         self._replay.release()
@@ -135,13 +150,12 @@ class CapturedDecode:
                 pairs = zip(self._names, self._places, places, strict=True)
                 moved = [name for name, old, new in pairs if old != new]
                 more = f" and {len(moved) - 2} more" if len(moved) > 2 else ""
-                _log.info("decode is captured again: %s%s moved", ", ".join(moved[:2]), more)
-            self.release()
+                self.drop(f"{', '.join(moved[:2])}{more} moved")
             self._places = places
         # Held, so that no other tensor can come to lie where the graphs still read.
         self._inputs = inputs
 
-    def _capture(self, inputs: tuple[Any, Any], n: int, options: bool) -> None:
+    def _capture(self, inputs: tuple[Any, Any], n: int, options: int) -> None:
         params, cache = inputs
         shape = self._state.token.shape[0], n
         tokens, logprobs = (x.new_zeros(shape) for x in (self._state.token, self._state.logprob))
@@ -152,26 +166,30 @@ class CapturedDecode:
             for _ in range(n):
                 fed, state = state.position, self._step(params, cache, state, self._eos, self._read)
                 if choice is not None:
-                    state = choose_inside(state, fed, self._eos, choice, self._arch)
+                    state = self._choose(state, fed, self._eos, choice, options)
                 steps.append(state)
             torch.stack([each.token for each in steps], 1, out=tokens[:, :n])
             torch.stack([each.logprob for each in steps], 1, out=logprobs[:, :n])
             _copy(self._state, state)
 
         # A generation may be under way. With no active row no run changes a byte of its cache, nor counts a token.
-        before = tree.map(torch.clone, self._state)
+        before, failed = tree.map(torch.clone, self._state), None
         _copy(self._state, self._idle)
         try:
             # Of two steps the second takes what the first returns, and further ones are like it.
             self._replay.warm_up(functools.partial(run, min(n, 2)))
             self._replay.capture((n, options), functools.partial(run, n))
         except Exception as error:
-            self.release()
-            raise RuntimeError(
-                f"decode: its step cannot be captured as one graph: {error}\n    fix: build(..., compile=False)"
-            ) from error
+            failed = error
         finally:
             _copy(self._state, before)
+        others = self._others_failed(failed is not None)
+        if failed is not None or others:
+            self.release()
+            raise RuntimeError(
+                f"decode: its step cannot be captured as one graph: {failed or others}\n"
+                "    fix: build(..., compile=False)"
+            ) from failed
         self.captures += 1
         self._columns[n, options] = tokens, logprobs
 

@@ -15,7 +15,7 @@ from ..kernels_cuda import sample_options
 from .sampling import SamplingOptions, prompt_counts, read_controls
 from .steps import State
 
-__all__ = ["Choice", "Chooser", "choose_inside"]
+__all__ = ["Choice", "Chooser", "choose_inside", "position_after"]
 
 
 class Choice(NamedTuple):
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 def choose_inside(state: State, fed: Tensor, eos_token_id: Tensor, choice: Choice, arch: str | None) -> State:
     """As `Chooser.__call__`, of whatever the buffers say: nothing here depends on a value that a host would read, so
     one graph serves all options."""
-    after = _after(fed)
+    after = position_after(fed)
     if sample_options.supports(state.logits, arch) is None:
         given = state.logits, after, choice.counts, choice.controls, eos_token_id
         token, logprob, position = sample_options.sample(*given)
@@ -44,7 +44,7 @@ def choose_inside(state: State, fed: Tensor, eos_token_id: Tensor, choice: Choic
     return dataclasses.replace(state, token=token, logprob=logprob, position=position)
 
 
-def _after(fed: Tensor) -> Tensor:
+def position_after(fed: Tensor) -> Tensor:
     return torch.where(fed >= 0, fed + 1, -1)
 
 
@@ -99,7 +99,7 @@ class Chooser:
         gave these logits, -1 for a row that has ended."""
         if not self.needed:
             return state
-        after = _after(fed)
+        after = position_after(fed)
         self._controls = tree.map(lambda t: t.to(fed.device), self._controls)  # once; later it is there
         self._counts = self._counts.to(fed.device)
         if sample_options.supports(state.logits, self._arch) is None:
@@ -111,6 +111,11 @@ class Chooser:
         if counts is not self._counts:
             self._counts.copy_(counts)
         return dataclasses.replace(state, token=token, logprob=logprob, position=position)
+
+    @property
+    def graph(self) -> int:
+        """Which graphs choose as this call does: 0, those that compute nothing; 1, those of all options."""
+        return int(self.needed)
 
     def fill(self, choice: Choice) -> None:
         """Put the options of this call into the buffers of a graph, and choose by these from now on. The counts of its

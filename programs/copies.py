@@ -21,11 +21,11 @@ from ..sharding.ports import Sized
 from ..sharding.shards import Ranges, ranges_of
 from .agreement import Agreement, Said, digest, named
 
-__all__ = ["COMPARE", "REPLACED", "STREAMS", "Copies", "Piece", "bits", "pieces_of"]
+__all__ = ["COMPARE", "MOVED", "REPLACED", "STREAMS", "Copies", "Piece", "bits", "pieces_of"]
 
 # What a rank says of itself in `Said.flags`: its leaves may hold something new; they are other tensors than before;
-# a streamer waits for its tokens.
-COMPARE, REPLACED, STREAMS = 1, 2, 4
+# a streamer waits for its tokens; a captured graph reads where none lies any more.
+COMPARE, REPLACED, STREAMS, MOVED = 1, 2, 4, 8
 # Errors name as many leaves.
 _NAMED = 3
 _COLUMNS = 4096

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from .. import functional as F
 from .captured import CapturedDecode
+from .chooser import Choice, choose_inside
+from .replay import Replay, replay_of
+from .sizes import Target
+from .steps import State
 from .weights import Weights
 
 __all__ = ["Held"]
@@ -21,6 +27,7 @@ class Held:
     """The part of `Program` that is taken and released."""
 
     compiled: bool
+    target: Target
 
     def __init__(self, weights: Weights, device: torch.device) -> None:
         self.device = device
@@ -46,6 +53,31 @@ class Held:
         so itself before it reads them; this moves the copying to an earlier moment."""
         with self._alone():
             self._weights.refresh()
+
+    def _capture(self, inputs: tuple[Any, Any], made_for: Callable[[Replay], CapturedDecode]) -> None:
+        """Decode, where it is replayed: what has no options and is not captured yet."""
+        if self._captured is None and self._replay is not None:
+            self._captured = made_for(self._replay)
+        if self._captured is not None:
+            self._captured.prepare(inputs)
+
+    @functools.cached_property
+    def _replay(self) -> Replay | None:
+        return replay_of(self.device, self.compiled)
+
+    def _choose_inside(self, state: State, fed: Tensor, eos: Tensor, choice: Choice, graph: int) -> State:
+        """As `Chooser.__call__`, in a graph. graph: `Chooser.graph`."""
+        return choose_inside(state, fed, eos, choice, self.target.compiled_for)
+
+    def _others_failed(self, failed: bool) -> str:
+        """Why ranks that capture now beside this one could not, of whether it could not itself; "" where all could."""
+        return ""
+
+    def _launch(
+        self, inputs: tuple[Any, Any], state: State, eos: Tensor, n: int, options: int
+    ) -> tuple[State, Tensor, Tensor]:
+        assert self._captured is not None
+        return self._captured.launch(inputs, state, eos, n, options=options)
 
     def close(self) -> None:
         """Release the captured graph, and with it what it holds of communication; before process groups are

@@ -16,7 +16,6 @@ from torch import Tensor
 from .. import sharding as sh
 from ..kernels_cuda.one_shot_all_reduce import CAP_BYTES, EXCHANGE_BYTES, rule
 from ..kernels_cuda.peers import WORD_BYTES, CudaMemory, Link, Memory, connect
-from ..sharding.processes import time_limit
 from ..sharding.transport import Done, Transport, Work
 from .rows import size_text
 
@@ -37,7 +36,7 @@ class PairSums:
         self._given, self._device = mesh, device
         self.members = mesh.ranks((AXIS,), mesh.rank)
         self.summed = AXIS in layout.axes and len(self.members) > 1
-        self._failed = False
+        self._failed = self._abandoned = False
         self.link: Link | str = self._refused(device, dtype) or self._connected(dtype)
         self.mesh = mesh
         if isinstance(self.link, Link):
@@ -54,18 +53,18 @@ class PairSums:
 
     def _connected(self, dtype: torch.dtype) -> Link | str:
         rank = self.members.index(self._given.rank)
-        return connect(lambda: memory_of(self._device), rank, self._tell, dtype, limit_s=self._limit())
+        return connect(lambda: memory_of(self._device), rank, self._tell, dtype, limit_s=self.limit_s)
 
     @property
     def peer(self) -> int:
         return self.members[1 - self.members.index(self._given.rank)]
 
-    def _limit(self) -> float:
+    @property
+    def limit_s(self) -> float:
+        """Of a wait for a peer."""
         transport = self._given.transport
-        if isinstance(transport, sh.ProcessGroup):
-            limit = time_limit(transport.group(AXIS), self._device.type)
-            return _LIMIT_S if limit is None else limit.total_seconds()
-        return _LIMIT_S
+        limit = transport.limit_s(self._device.type) if isinstance(transport, sh.ProcessGroup) else None
+        return _LIMIT_S if limit is None else limit
 
     def _tell(self, word: bytes) -> list[bytes]:
         """What both ranks of the pair say."""
@@ -98,9 +97,13 @@ class PairSums:
                 "    fix: end all ranks and build the program again"
             )
 
+    def abandon(self) -> None:
+        """Leave the exchange memory to the end of the process: something on the device may use it for ever."""
+        self._abandoned = True
+
     def close(self, *, together: bool) -> None:
         """Give the exchange memory back; see `Link.close`. After a failure nobody waits for the peer."""
-        if isinstance(self.link, Link):
+        if isinstance(self.link, Link) and not self._abandoned:
             self.link.close(together=together and not self._failed)
 
     def __str__(self) -> str:

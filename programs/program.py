@@ -24,7 +24,7 @@ from .lower import with_table
 from .model import Model
 from .phase import Phase
 from .prompts import AllRows, Prompts, Rows, cut, end_tokens, filler, lengths, read_prompts
-from .replay import replay_of
+from .replay import Replay
 from .report import PhasePlan, Plan, make_plan
 from .sampling import SamplingOptions
 from .sizes import EOS_LIMIT, READ_STEP, Sizes, target_of
@@ -135,14 +135,14 @@ class Program(Held):
             inputs = self._inputs()
             for phase in (self.prefill, self.decode):
                 phase.step(*inputs, *self._idle(phase))
-            if self._captured is None and (replay := replay_of(self.device, self.compiled)) is not None:
-                # One static size: what a graph reads does not follow the context.
-                buffers = *self._idle(self.decode)[:2], self._read(self.sizes.max_len)
-                given = leaf_names(self.params, self.cache), launch_steps(self.sizes.max_len), self.target.arch
-                self._captured = CapturedDecode(self.decode.step, replay, buffers, *given)
-            if self._captured is not None:
-                self._captured.prepare(inputs)
+            self._capture(inputs, self._made_for)
             self.build_seconds = now(self.device) - start
+
+    def _made_for(self, replay: Replay) -> CapturedDecode:
+        # One static size: what a graph reads does not follow the context.
+        buffers = *self._idle(self.decode)[:2], self._read(self.sizes.max_len)
+        given = leaf_names(self.params, self.cache), launch_steps(self.sizes.max_len)
+        return CapturedDecode(self.decode.step, replay, buffers, *given, self._choose_inside, self._others_failed)
 
     def _idle(self, phase: Phase) -> tuple[Any, ...]:
         return self.sizes.idle(phase.name, self.model.config, self.dtype, self.device)
@@ -300,7 +300,7 @@ class Program(Held):
                 if self._captured is not None:
                     for k in (n, 1):
                         if not crossing(self._turns, rows, taken, k):
-                            return self._captured.launch(inputs, state, eos, k, options=choose.needed)
+                            return self._launch(inputs, state, eos, k, choose.graph)
                     state = tree.map(torch.clone, state)  # the graph's own, which it writes over
                 new = self._decode_step(inputs, state, eos, most + taken + 1)
                 again, longest = turned(self._turns, rows, state, taken, tokens), self._turning(read.rows, taken)

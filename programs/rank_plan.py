@@ -21,13 +21,14 @@ from ..sharding.classes import Dry
 from ..sharding.opaque import Port
 from .agreement import COLUMNS
 from .copies import Copies
+from .generate import turns_of
 from .handover import Handover, all_held
 from .kernel import Kernel
 from .model import Model, count_text
 from .pair_sums import PairSums
 from .rank_steps import compiled_seam
 from .ranks import Ranks
-from .report import PhasePlan, abstract_params, beside_note, cache_text, phase_plan
+from .report import PhasePlan, abstract_params, beside_note, cache_text, launch_lines, phase_plan, titled
 from .rows import size_text
 from .sizes import Sizes, Target
 from .steps import make_steps, packed
@@ -41,8 +42,9 @@ class RankPlan:
     are read when these are compared. phases: what a call of each sends, as a trace has it, by name, with the agreement
     before it, which `generate` has once; none where experts are dealt out, of which only the router says who sends
     what. why_eager: None where steps are compiled; then `steps` has a plan of each, node by node, which is traced when
-    it is asked for. reading: where prompts are read by a layout of their own, what is said of it: its name, bytes of
-    weights and of caches; "hand-over" is then a phase, once for prompts of max_len tokens."""
+    it is asked for. launches: how decode steps are, in lines, but on a CPU. reading: where prompts are read by a layout
+    of their own, what is said of it: its name, bytes of weights and of caches; "hand-over" is then a phase, once for
+    prompts of max_len tokens."""
 
     model: str
     mesh: str
@@ -59,6 +61,7 @@ class RankPlan:
     sums: str | None
     summed_by: Mapping[str, tuple[str, ...]]
     why_eager: str | None
+    launches: tuple[str, ...]
     reading: tuple[str, int, int] | None
     trace: Callable[[], Mapping[str, PhasePlan]] = field(compare=False)
 
@@ -84,6 +87,7 @@ class RankPlan:
             "may have changed",
             "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
         ]
+        lines += titled("steps", self.launches)
         lines += [] if self.sums is None else [f"  sums     {self.sums}"]
         lines += (
             [] if self.phases else ["  sends    what the choice of experts says, step by step; sharding.trace has it"]
@@ -133,12 +137,14 @@ def make_rank_plan(
     sizes: Sizes,
     target: Target,
     kernels: Sequence[Kernel],
-    why_eager: str | None,
+    how: tuple[str | None, str | None],
     sums: PairSums,
 ) -> RankPlan:
     """model: the rank's own. by: what a rank decodes by, and with which parameters; and what prompts are read by, which
-    may be the same. sizes: of all ranks."""
+    may be the same. sizes: of all ranks. how: why steps are not compiled, and why not captured on a device that could,
+    or None."""
     (ranks, params), (reading, params_read) = by
+    why_eager, _ = how
     apart = params_read is not params
     held = Copies(*all_held(*by), ranks.agreement).bytes
     axes, rank, dtype = ranks.mesh.axes, ranks.mesh.rank, target.dtype
@@ -209,6 +215,19 @@ def make_rank_plan(
         sums=str(sums) if sums.summed else None,
         summed_by=summed_by,
         why_eager=why_eager,
+        launches=_launches(model, sizes, target, how, sums.limit_s),
         reading=read,
         trace=traced,
     )
+
+
+def _launches(
+    model: Model, sizes: Sizes, target: Target, how: tuple[str | None, str | None], limit_s: float
+) -> tuple[str, ...]:
+    why_eager, why_calls = how
+    if why_eager is not None or target.device == "cpu":
+        return ()
+    if why_calls is not None:
+        return (f"one call each, nothing captured: {why_calls}",)
+    lines = launch_lines(target, sizes, True, bool(turns_of(model.config)))
+    return (*lines, f"exchanges and choice are inside; the host waits for each launch, {limit_s:g} s at most")

@@ -25,6 +25,7 @@ should have been.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,14 +35,15 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from .. import sharding as sh
 from ..functional import tree
 from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
 from ..sharding.opaque import Port
-from .agreement import OfRows, Said, during
+from .agreement import OfRows, Said, during, named
 from .asked import Asked
-from .chooser import Chooser
-from .copies import COMPARE, REPLACED, STREAMS, Copies
+from .chooser import Choice, Chooser
+from .copies import COMPARE, MOVED, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
 from .handover import Handover, all_held, check_whole, reads_others
 from .kernel import Kernel
@@ -50,14 +52,15 @@ from .pair_sums import PairSums
 from .phase import Phase
 from .program import Program
 from .prompts import end_tokens
+from .rank_chooser import RankChooser, choose_inside_ranks
 from .rank_plan import RankPlan, make_rank_plan
-from .rank_steps import compiled_seam
+from .rank_steps import compiled_seam, why_calls
 from .ranks import Ranks
+from .replay import OverdueError, Replay, replay_of
 from .report import PhasePlan
-from .sampling import row_seeds
 from .sizes import Sizes
 from .steps import State, make_steps, packed
-from .weights import Weights
+from .weights import Place, Weights
 
 __all__ = ["RankProgram"]
 
@@ -65,8 +68,8 @@ __all__ = ["RankProgram"]
 class RankProgram(Program):
     """A rank's own. params: its shards; may be set to others, or to a whole model's, as they must where prompts are
     read with other parts. why_eager: None where it is compiled. prefill_layout: by which prompts are read, `layout`
-    unless given; caches are then handed over to it. ranks, reading: by which a rank decodes and reads prompts. No step
-    is captured: on a GPU each is one call.
+    unless given; caches are then handed over to it. ranks, reading: by which a rank decodes and reads prompts.
+    On a GPU decode is one graph, exchanges and choice in it, which all ranks capture at once: when a leaf moved on one.
     """
 
     ranks: Ranks
@@ -88,13 +91,14 @@ class RankProgram(Program):
     ) -> None:
         self.why_eager, self._all = why_eager, sizes
         self._at, self._steps_taken = "build", 0
+        self._captured_at: list[Place] | None = None
         ranks, reading = (Ranks(model.config, mesh, each or layout, device) for each in (layout, prefill_layout))
         own = dataclasses.replace(model, params=ranks.params(model.params))
         others = prefill_layout is not None and reads_others(reading, ranks, model.params)
         read = reading.params(model.params) if others else own.params
         self._copies = Copies(*all_held((ranks, own.params), (reading, read)), ranks.agreement)
         self._copies.compare("build")
-        self.sums = PairSums(mesh, layout, device, dtype)
+        self.sums, self._why_calls = PairSums(mesh, layout, device, dtype), why_calls(mesh, device)
         mesh = self.sums.mesh
         self.ranks = self.reading = Ranks(model.config, mesh, layout, device)
         if prefill_layout is not None:
@@ -137,7 +141,8 @@ class RankProgram(Program):
 
     def _make_plan(self) -> RankPlan:
         by = (self.ranks, self.params), (self.reading, self._weights_read.params)
-        return make_rank_plan(self.model, by, self._all, self.target, self.kernels, self.why_eager, self.sums)
+        how = self.why_eager, self._why_calls
+        return make_rank_plan(self.model, by, self._all, self.target, self.kernels, how, self.sums)
 
     def planned(self, phase: str) -> PhasePlan:
         if self.why_eager is not None:
@@ -148,13 +153,39 @@ class RankProgram(Program):
         return str(self.plan)
 
     def warm_up(self) -> None:
-        """Allocate what steps need, and compile both phases."""
+        """Allocate what steps need, compile both phases, and capture decode where it is replayed."""
         with self._alone():
             start = now(self.device)
             for weights in dict.fromkeys((self._weights, self._weights_read)):
                 weights.allocate()
             self._compile("build", self.prefill, self.decode)
+            self._capture(self._inputs(), self._made_for)
             self.build_seconds = now(self.device) - start
+
+    def _capture(self, *given: Any) -> None:
+        """All ranks at once, since a warm-up sends. Raises on every rank where one fails."""
+        if self._replay is None:
+            return
+        try:
+            super()._capture(*given)
+            self._captured_at = self._weights.read_at()
+        except Exception:
+            self.ranks.agreement.refuse("build")
+            raise
+        self.ranks.agreement.check("build", {"what to capture": "decode"})
+
+    @functools.cached_property
+    def _replay(self) -> Replay | None:
+        return None if self._why_calls else replay_of(self.device, self.compiled, self.sums.limit_s)
+
+    def _others_failed(self, failed: bool) -> str:
+        """Of the ranks that have the same rows: with others no step meets."""
+        with during("the agreement of ranks on a graph"):
+            others = self.ranks.beside(failed)
+        return f"{named(others)} raised, and says why" if others else ""
+
+    def _choose_inside(self, state: State, fed: Tensor, eos: Tensor, choice: Choice, graph: int) -> State:
+        return choose_inside_ranks(self.ranks, state, fed, eos, choice, graph, self.target.compiled_for)
 
     def close(self) -> None:
         """As of any program; where ranks have mapped each other's memory (`plan.sums`), all of them close together."""
@@ -162,6 +193,16 @@ class RankProgram(Program):
         if self._port is not None:
             self._port.close()
         self.sums.close(together=True)
+
+    def _lost(self, error: OverdueError) -> sh.TransportError:
+        """A launch waits for a peer for ever: nothing more is to be had of the device, nor released."""
+        self._closed = True
+        self.sums.abandon()
+        return sh.TransportError(
+            f"rank {self.ranks.mesh.rank}: {error}\n"
+            "    a peer is gone, was slower than the time limit, or made another call, and this rank's graph waits for "
+            f"it     mesh: {self.ranks.mesh}\n    fix: end all ranks and build the program again"
+        )
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:  # the others may not come
@@ -224,9 +265,14 @@ class RankProgram(Program):
         except Exception:
             self.ranks.agreement.refuse(function)
             raise
-        said = self._copies.said(secrets.randbits(63), STREAMS if streams else 0)
-        every = self.ranks.agreement.check(function, told, said)
+        places = None if self._captured is None else self._weights.read_at()
+        flags = (STREAMS if streams else 0) | (MOVED if places != self._captured_at else 0)
+        every = self.ranks.agreement.check(function, told, self._copies.said(secrets.randbits(63), flags))
         self._copies.check(function, every)
+        moved = [rank for rank, said in enumerate(every) if said.flags & MOVED]
+        if self._captured is not None and moved:
+            self._captured.drop(f"leaves moved on {named(moved)}")
+            self._captured_at = places
         return every
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
@@ -284,7 +330,10 @@ class RankProgram(Program):
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with super()._alone(), during(lambda: self._at):
-            yield
+            try:
+                yield
+            except OverdueError as error:
+                raise self._lost(error) from error
             if not self._closed:
                 self.sums.check()  # before a caller sees a result
 
@@ -302,14 +351,24 @@ class RankProgram(Program):
         return self._over.state(begun, state, lengths)
 
     def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
-        self._steps_taken += 1
-        self._at = f"decode, step {self._steps_taken} after prefill"
+        self._step(1)
         return super()._decode_step(inputs, state, eos, tokens)
+
+    def _launch(
+        self, inputs: tuple[Any, Any], state: State, eos: Tensor, n: int, options: int
+    ) -> tuple[State, Tensor, Tensor]:
+        self._step(n)
+        return super()._launch(inputs, state, eos, n, options)
+
+    def _step(self, n: int) -> None:
+        first, self._steps_taken = self._steps_taken + 1, self._steps_taken + n
+        which = f"step {first}" if n == 1 else f"steps {first} to {first + n - 1}"
+        self._at = f"decode, {which} after prefill"
 
     def _check(self, asked: Asked) -> None:
         """Raise for what cannot be done over ranks."""
         vocab, options = self.model.config.vocab_size, asked.options
-        RankChooser(self, asked)  # raises for options that are none
+        self._chooser(asked)  # raises for options that are none
         k = options.get("top_k", 50)
         if options.get("do_sample") and not k and self.ranks.choice.own("Z"):
             raise ValueError(
@@ -320,44 +379,10 @@ class RankProgram(Program):
             raise ValueError("generate(streamer=...): rows lie on several ranks\n    fix: without it, or without dp")
 
     def _chooser(self, asked: Asked) -> Chooser:
-        return RankChooser(self, asked)
+        arch = self.target.compiled_for if self.ranks.choice.own("Z") is None else None
+        return RankChooser(self.ranks, asked, batch=self.sizes.batch, device=self.device, arch=arch)
 
     def _turning(self, rows: list[list[int]], taken: int) -> int:
         """Experts of a row may be on any rank; whether that row has ended, its own ranks alone know."""
         new = [len(row) + taken for row in rows if self.reading.deals and len(row) + taken in self._turns]
         return max(new, default=-1) + 1
-
-
-class RankChooser(Chooser):
-    """Chooses for the rows of a rank, of logits of its rows of the vocabulary. seeds: of all rows."""
-
-    def __init__(self, program: RankProgram, asked: Asked) -> None:
-        rows, self._ranks = asked.read.rows, program.ranks
-        own, vocab = self._ranks.own(len(rows)), program.model.config.vocab_size
-        given: Any = {"max_new_tokens": asked.max_new_tokens, "vocab_size": vocab, "device": program.device}
-        options = dict(asked.options)
-        seeds = row_seeds(options.get("seed"), len(rows)) if options.get("do_sample") is True else None
-        if seeds is not None:
-            options["seed"] = seeds[own]
-        super().__init__(rows[own], batch=program.sizes.batch, **given, **options)
-        self.seeds = seeds
-        part = self._ranks.vocabulary
-        if self.needed:
-            self._counts = self._counts[:, part.start : part.stop]
-
-    def _chosen(
-        self, logits: Tensor, after: Tensor, counts: Tensor, eos_token_id: Tensor, u: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wire = self._ranks.choice
-        rows = wire.own("Z")
-        if rows is None:
-            return super()._chosen(logits, after, counts, eos_token_id, u)
-        shortcuts = dict(self._shortcuts)
-        draws, most = shortcuts.pop("draws"), shortcuts.pop("most")
-        most = (most or rows.size) if draws else 1
-        k = min(most, -(-rows.size // self._ranks.mesh["tp"]))  # no rank has more
-        token, logprob = F.drawn_token(logits, counts, self._controls, u, rows=rows, k=k, wire=wire, **shortcuts)
-        place = (token - rows.start)[:, None]
-        here = (after >= 0)[:, None] & (place >= 0) & (place < counts.shape[1])
-        counts = counts.scatter_add(-1, place.clamp(0, counts.shape[1] - 1), here.to(counts.dtype))
-        return token, logprob, F.advance(token, logprob, after, eos_token_id), counts

@@ -11,16 +11,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import functional as F
-from ..sharding import Layout, Mesh
+from ..sharding import Layout, Mesh, ProcessGroup
 from ..sharding.layouts import WHOLE
 from ..sharding.wires import LayoutWire
 from .ranks import Ranks
 from .steps import Seam, donating_layer, last_token
 
-__all__ = ["compiled_seam", "why_eager"]
+__all__ = ["compiled_seam", "why_calls", "why_eager"]
 
 
 def why_eager(ranks: Ranks, prefill_layout: Layout | None = None) -> str | None:
@@ -34,6 +35,12 @@ def why_eager(ranks: Ranks, prefill_layout: Layout | None = None) -> str | None:
     if ranks.deals:
         return "experts are dealt out, and only the router says how many rows go where"
     return None
+
+
+def why_calls(mesh: Mesh, device: torch.device) -> str | None:
+    """Why a step of decode cannot be part of a device's graph, or None."""
+    transport = mesh.transport
+    return transport.why_not_captured(device.type) if isinstance(transport, ProcessGroup) else None
 
 
 def compiled_seam(ranks: Ranks, mesh: Mesh, chunk: int) -> Seam:

@@ -5,12 +5,13 @@ It knows nothing of what it records; `captured` decides that.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaReplay", "HostReplay", "Replay", "replay_of"]
+__all__ = ["CudaReplay", "HostReplay", "OverdueError", "Replay", "replay_of"]
 
 
 class Replay(Protocol):
@@ -24,10 +25,14 @@ class Replay(Protocol):
         """Record it; whether it runs meanwhile is open, so its buffers must stand where a run changes nothing."""
 
     def replay(self, name: Hashable) -> None:
-        """Run what was recorded under that name."""
+        """Run what was recorded under that name. Raises `OverdueError`."""
 
     def release(self) -> None:
         """Forget all that was recorded, and free what it holds; also where nothing is."""
+
+
+class OverdueError(RuntimeError):
+    """A replay did not end within its time, and may be under way for ever: the device is lost to this process."""
 
 
 class HostReplay:
@@ -50,10 +55,11 @@ class HostReplay:
 
 
 class CudaReplay:
-    """CUDA graphs, in one pool of memory."""
+    """CUDA graphs, in one pool of memory. limit_s: of a replay that waits for peers, whom nobody else watches over; the
+    host then waits for its end."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, limit_s: float | None = None) -> None:
+        self._device, self._limit_s, self._lost = device, limit_s, False
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
@@ -71,14 +77,28 @@ class CudaReplay:
     def capture(self, name: Hashable, run: Callable[[], None]) -> None:
         graph = torch.cuda.CUDAGraph()
         pool = next((each.pool() for each in self._graphs.values()), None)
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=pool, stream=self._stream):
+        # What other threads do meanwhile, a loader of data or the watchdog of a process group, is none of it.
+        how: Any = {"pool": pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, **how):
             run()
         self._graphs[name] = graph
 
     def replay(self, name: Hashable) -> None:
         self._graphs[name].replay()
+        if self._limit_s is not None:
+            with torch.cuda.device(self._device):
+                done = torch.cuda.Event()
+                done.record()
+            end = time.monotonic() + self._limit_s
+            while not done.query():
+                if time.monotonic() > end:
+                    self._lost = True
+                    raise OverdueError(f"a launch did not end within {self._limit_s:g} s")
+                time.sleep(0)  # others may run; a sleep of any length takes as long as a step
 
     def release(self) -> None:
+        if self._lost:
+            return  # to wait would be for ever, and what still runs reads what the graphs hold
         if self._graphs:
             torch.cuda.synchronize(self._device)  # a replay may still be under way
             for graph in self._graphs.values():
@@ -86,7 +106,7 @@ class CudaReplay:
             self._graphs.clear()
 
 
-def replay_of(device: torch.device, compiled: bool) -> Replay | None:
+def replay_of(device: torch.device, compiled: bool, limit_s: float | None = None) -> Replay | None:
     """How decode is replayed; None where each step is a call: on a CPU, and eagerly, where a step may wait for the
-    device, which no graph can hold."""
-    return CudaReplay(device) if compiled and device.type == "cuda" else None
+    device, which no graph can hold. limit_s: see `CudaReplay`."""
+    return CudaReplay(device, limit_s) if compiled and device.type == "cuda" else None

@@ -34,7 +34,17 @@ from .sizes import Sizes, Target
 from .steps import make_steps, packed
 from .weights import computed_dtype
 
-__all__ = ["PhasePlan", "Plan", "PlanRow", "abstract_params", "beside_note", "make_plan", "phase_plan"]
+__all__ = [
+    "PhasePlan",
+    "Plan",
+    "PlanRow",
+    "abstract_params",
+    "beside_note",
+    "launch_lines",
+    "make_plan",
+    "phase_plan",
+    "titled",
+]
 
 
 @dataclass(frozen=True)
@@ -119,12 +129,12 @@ class Plan:
         lines = [
             f"program {self.model}   {self.target}{how}   batch {s.batch}   max_len {s.max_len}   chunk {s.chunk}",
             f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)}, {whose}",
-            *_titled("copies", self.copies),
+            *titled("copies", self.copies),
             f"  cache    {size_text(self.cache)}, {self.cache_text}, "
             + ("written in place" if self.compiled else "copied whole by each call"),
             *([f"  dropout  {self.dropout}, which inference leaves out"] if self.dropout else []),
             f"  choice   the most likely token, at the end of a step; with sampling options after it, {choice}",
-            *_titled("steps", self.steps),
+            *titled("steps", self.steps),
         ]
         for phase in self.phases.values():
             lines += ["", f"{phase.name}   {phase.header}", *(f"  {note}" for note in phase.notes)]
@@ -170,7 +180,7 @@ def make_plan(model: Model, target: Target, sizes: Sizes, kernels: Sequence[Kern
         cache_text=cache_text(caches),
         dropout=_dropout_text(model.config),
         copies=_copies(model.params, params, moved, target),
-        steps=_steps(target, sizes, compiled, bool(turns_of(model.config))),
+        steps=launch_lines(target, sizes, compiled, bool(turns_of(model.config))),
         phases=phases,
     )
 
@@ -219,7 +229,7 @@ def beside_note(phase: PhasePlan, params: F.Decoder, moved: set[str]) -> tuple[s
     return (beside_text(params, moved),) if here else ()
 
 
-def _titled(title: str, lines: Iterable[str]) -> list[str]:
+def titled(title: str, lines: Iterable[str]) -> list[str]:
     return [f"  {'' if i else title:9}{line}" for i, line in enumerate(lines)]
 
 
@@ -242,7 +252,7 @@ def _copies(given: F.Decoder, params: F.Decoder, moved: set[str], target: Target
     return tuple(lines)
 
 
-def _steps(target: Target, sizes: Sizes, compiled: bool, turns: bool) -> tuple[str, ...]:
+def launch_lines(target: Target, sizes: Sizes, compiled: bool, turns: bool) -> tuple[str, ...]:
     """How decode steps are launched, what of them advances without the host, and how often it looks."""
     looks = f"the end is looked for every {CHECK_EVERY}"
     if replay_of(torch.device(target.device), compiled) is None:

@@ -56,6 +56,11 @@ class Weights:
         """Where the leaves lie, and how: what a plan of them depends on."""
         return [(leaf.data_ptr(), leaf.stride(), leaf.dtype, leaf.device) for leaf in self._leaves.values()]
 
+    def read_at(self) -> list[Place]:
+        """Where steps read: of converted leaves the copies."""
+        leaves = [leaf if self._here(path, leaf) else self._converted[path] for path, leaf in self._leaves.items()]
+        return [(leaf.data_ptr(), leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves]
+
     def allocate(self) -> None:
         """Room for the converted copies, where there is none yet."""
         for path, leaf in self._leaves.items():

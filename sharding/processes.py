@@ -83,6 +83,18 @@ class ProcessGroup:
             raise KeyError(f"ProcessGroup.group{axes}: some of {', '.join(dict(self.mesh.axes))} are needed")
         return self.groups[axes]
 
+    def limit_s(self, device_type: str) -> float | None:
+        """Seconds that an exchange may take on such devices, where there is a limit."""
+        limits = [time_limit(group, device_type) for group in self.groups.values() if group is not None]
+        return next((limit.total_seconds() for limit in limits if limit is not None), None)
+
+    def why_not_captured(self, device_type: str) -> str | None:
+        """Why a graph of such a device cannot hold exchanges, or None."""
+        if self.check:
+            return "the transport checks each of its calls"
+        names = {group._get_backend(torch.device(device_type)).name() for group in self.groups.values() if group}
+        return None if names <= {"nccl"} else f"{', '.join(sorted(names))} exchanges through the host"
+
     def all_gather(self, x: Tensor, counts: Sequence[int], axes: tuple[str, ...], call: Call) -> Work:
         """Equal blocks gather; uneven ones go to everybody, one by one. So do all on a CPU: gloo's own all-gather hands
         blocks round, each step after the one before, and takes as long among two ranks, among four 1.2 to 1.4 times."""

@@ -60,8 +60,8 @@ decode_attention<bf16, 8, 8, 32, 1, 32, 1>          252  249  254  249  253  852
 decode_attention<float, 4, 8, 32, 2, 32, 2>         229  231  235  235  234  8528 B
 qkv_rope_cache<bf16, 2, NO_NORM>                     48   48   44   39   44  1024 B
 qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>   47   48   48   45   45  4096 B
-queries_in<bf16, 8, 1>                               53   61   56   64   64  4096 B
-values_out<bf16, 8, 8>                              124  124  122  114  115     0 B
+queries_in<bf16, 8, 1>                               63   64   67   72   74  4096 B
+values_out<bf16, 8, 8>                              124  124  122  116  117     0 B
 mla_decode<bf16, 8, 2, 5>                           249  251  249  246  245     0 B
 mla_decode<fp16, 8, 1, 5>                           174  176  175  201  200     0 B
 sample_advance<bf16, 8>                              48   48   47   48   45    97 B
@@ -87,8 +87,8 @@ def test_every_instance(dtype):
             assert all(compile_kernel("add_rms_norm.cu", name, arch).spilled_bytes == 0 for arch in ARCHITECTURES)
         for room in (1, 2, 4, 8):
             for kernel in ("queries_in", "values_out"):
-                made = compile_kernel("latent_heads.cu", f"{kernel}<{dtype}, {vector}, {room}>", "sm_90")
-                assert made.spilled_bytes == 0
+                name = f"{kernel}<{dtype}, {vector}, {room}>"
+                assert all(compile_kernel("latent_heads.cu", name, a).spilled_bytes == 0 for a in ARCHITECTURES)
         for tiles, steps in itertools.product((1,) if dtype == "float" else (1, 2), range(1, 6)):
             made = compile_kernel("mla_decode.cu", f"mla_decode<{dtype}, {vector}, {tiles}, {steps}>", "sm_90")
             assert made.spilled_bytes == 0

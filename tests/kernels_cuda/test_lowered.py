@@ -9,7 +9,7 @@ import torch
 from meshfn import functional as F
 from meshfn import programs
 from meshfn.functional import tree
-from meshfn.programs import dynamo
+from meshfn.programs import dynamo, held
 from meshfn.programs import lower as lowering
 from meshfn.programs import program as program_file
 from meshfn.programs.cuda import CUDA_KERNELS
@@ -70,7 +70,7 @@ def test_options_within_the_graph_of_several_steps(as_planned, monkeypatch):
     model = ours(llama(heads=4, kv_heads=2))
     prompts, given = [[1, 2, 3, 4], [5]], {"do_sample": True, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2}
     expected = programs.build(model, batch=3, max_len=24, compile=False).generate(prompts, max_new_tokens=10, **given)
-    monkeypatch.setattr(program_file, "replay_of", lambda device, compiled: HostReplay())
+    monkeypatch.setattr(held, "replay_of", lambda device, compiled: HostReplay())
     monkeypatch.setattr(program_file, "target_of", lambda device, dtype: Target(device.type, dtype, "sm_90"))
     with host_ops() as launches:
         program = programs.build(model, batch=3, max_len=24, chunk=4)

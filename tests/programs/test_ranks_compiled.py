@@ -15,12 +15,13 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from meshfn import programs
 from meshfn import sharding as sh
-from meshfn.programs import dynamo
+from meshfn.programs import dynamo, rank_program, rank_steps
 from meshfn.programs.exchanges import in_order, is_exchange
 from meshfn.programs.lower import with_table
 from meshfn.programs.pair_sums import PairSums
 from meshfn.programs.rank_plan import make_rank_plan
 from meshfn.programs.ranks import Ranks
+from meshfn.programs.replay import HostReplay
 from meshfn.programs.sizes import Sizes, Target
 from meshfn.sharding import opaque
 from meshfn.sharding.classes import Dry
@@ -35,7 +36,7 @@ LATENT = (ranks.latent, ((ranks.LATENT, ranks.MLP), (ranks.LATENT, ranks.MOE)))
 
 @pytest.fixture(scope="module")
 def two():
-    return gloo.run(2, [one_fails, interleaved], timeout=120.0, limit=600.0)
+    return gloo.run(2, [one_fails, interleaved, replayed], timeout=120.0, limit=600.0)
 
 
 def as_traced():
@@ -89,6 +90,30 @@ def interleaved():
     return built, found, [pair.compiles() for pair in pairs], len(keys), len(opaque._ports)
 
 
+def replayed():
+    """Decode as one graph, by the host: whether tokens are right, how often it compiled, captures, and whether a launch
+    of eight steps sends what eight do."""
+    with as_traced(), mock.patch.object(rank_program, "replay_of", side_effect=lambda *_: HostReplay()):
+        pair = Pair(*HYBRID)
+        assert rank_steps.why_calls(gloo.mesh_of(tp=2), torch.device("cpu")) == "gloo exchanges through the host"
+        assert pair.program._replay is None, "what a device's graph cannot hold is called"
+        with mock.patch.object(rank_program, "why_calls", return_value=None):
+            pair = Pair(*HYBRID)
+        found = [pair.same(**options) for options in ranks.OPTIONS[:3]] + [pair.sends()]
+        sent = []
+        for tokens in (2, 10):
+            pair.record.clear()
+            pair.program.generate(ranks.PROMPTS, max_new_tokens=tokens)
+            sent.append(len(pair.record))
+        step = len(pair.program.plan.phases["decode"]) - 2  # without the agreement in front of it
+        return found, pair.compiles(), pair.program._captured.captures, sent[1] - sent[0] == 8 * step
+
+
+def test_a_replayed_program(two):
+    for found, compiles, captures, as_many in two["replayed"]:
+        assert (found, compiles, captures, as_many) == ([True] * 4, (1, 1), 3, True)
+
+
 def test_two_programs_by_turns(two):
     for built, found, compiles, open_, closed in two["interleaved"]:
         assert built == 6, "what ranks tell each other before and after they compile, and no more"
@@ -105,7 +130,7 @@ def test_the_plan_and_the_graph():
     own = dataclasses.replace(of, params=held.params(of.params))
     target = Target("cpu", torch.float64)
     sums, by = PairSums(at, layout, torch.device("cpu"), torch.float64), ((held, own.params),) * 2
-    plan = make_rank_plan(own, by, Sizes(**ranks.SIZES), target, with_table(target, ()), None, sums)
+    plan = make_rank_plan(own, by, Sizes(**ranks.SIZES), target, with_table(target, ()), (None, None), sums)
     text, graph = str(plan), str(plan.steps["decode"].graph)
     layer = graph[graph.index("\nlayer_0") :]
     start, end = text.index("decode of this rank"), text.index("  after the layers", text.index("decode of this rank"))
@@ -233,7 +258,7 @@ def test_exchanges_keep_their_order():
 
 def compiled_to_the_end():
     found = []
-    with pytest.raises(ValueError, match=r"strict=True.: no kernel for\n    prefill .*flash"):
+    with pytest.raises(ValueError, match=r"strict=True.: no kernel for\n    prefill (.|\n)*flash"):
         programs.build(ranks.made(DENSE[1]), mesh=gloo.mesh_of(tp=2), layout=DENSE[0], strict=True, **ranks.SIZES)
     for layout, parts in (HYBRID, LATENT):
         pair = Pair(layout, parts)
