@@ -166,6 +166,7 @@ class RankProgram(Program):
         """All ranks at once, since a warm-up sends. Raises on every rank where one fails."""
         if self._replay is None:
             return
+        self._capture_again([rank for rank, moved in self.ranks.beside(self._moved) if moved])
         try:
             super()._capture(*given)
             self._captured_at = self._weights.read_at()
@@ -174,6 +175,17 @@ class RankProgram(Program):
             raise
         self.ranks.agreement.check("build", {"what to capture": "decode"})
 
+    @property
+    def _moved(self) -> bool:
+        """Whether graphs read where some leaf lies no more."""
+        return self._captured is not None and self._captured_at != self._weights.read_at()
+
+    def _capture_again(self, moved: list[int]) -> None:
+        """moved: the ranks on which a leaf did, the same list on all that capture together."""
+        if self._captured is not None and moved:
+            self._captured.drop(f"leaves moved on {named(moved)}")
+            self._captured_at = self._weights.read_at()
+
     @functools.cached_property
     def _replay(self) -> Replay | None:
         return None if self._why_calls else replay_of(self.device, self.compiled, self.sums.limit_s)
@@ -181,7 +193,7 @@ class RankProgram(Program):
     def _others_failed(self, failed: bool) -> str:
         """Of the ranks that have the same rows: with others no step meets."""
         with during("the agreement of ranks on a graph"):
-            others = self.ranks.beside(failed)
+            others = [rank for rank, found in self.ranks.beside(failed) if found and rank != self.ranks.mesh.rank]
         return f"{named(others)} raised, and says why" if others else ""
 
     def _choose_inside(self, state: State, fed: Tensor, eos: Tensor, choice: Choice, graph: int) -> State:
@@ -265,14 +277,10 @@ class RankProgram(Program):
         except Exception:
             self.ranks.agreement.refuse(function)
             raise
-        places = None if self._captured is None else self._weights.read_at()
-        flags = (STREAMS if streams else 0) | (MOVED if places != self._captured_at else 0)
+        flags = (STREAMS if streams else 0) | (MOVED if self._moved else 0)
         every = self.ranks.agreement.check(function, told, self._copies.said(secrets.randbits(63), flags))
         self._copies.check(function, every)
-        moved = [rank for rank, said in enumerate(every) if said.flags & MOVED]
-        if self._captured is not None and moved:
-            self._captured.drop(f"leaves moved on {named(moved)}")
-            self._captured_at = places
+        self._capture_again([rank for rank, said in enumerate(every) if said.flags & MOVED])
         return every
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:

@@ -192,15 +192,14 @@ class Ranks:
         flag = torch.tensor([int(live)], device=self.device)
         return bool(sh.reshard(flag, f"P/{'/'.join(self.rows)} -> P", self.mesh, P=self._ranks(self.rows)).any())
 
-    def beside(self, found: bool) -> list[int]:
-        """Which other ranks that have the same rows found something, of whether this one did."""
+    def beside(self, found: bool) -> list[tuple[int, bool]]:
+        """Of each rank that has the same rows whether it found something, of whether this one did."""
         axes = tuple(axis for axis, n in self.mesh.axes if n > 1 and axis not in self.rows)
         if not axes:
-            return []
+            return [(self.mesh.rank, found)]
         flag = torch.tensor([int(found)], device=self.device)
         every = sh.reshard(flag, f"P/{'/'.join(axes)} -> P", self.mesh, P=self._ranks(axes)).tolist()
-        members = self.mesh.ranks(axes, self.mesh.rank)
-        return [rank for rank, found in zip(members, every, strict=True) if found and rank != self.mesh.rank]
+        return [(rank, bool(each)) for rank, each in zip(self.mesh.ranks(axes, self.mesh.rank), every, strict=True)]
 
     def of_all(self, x: Tensor, rows: int) -> Tensor:
         """x `B N` of this rank's rows -> of all."""

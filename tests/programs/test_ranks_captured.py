@@ -158,13 +158,18 @@ def test_a_leaf_that_moved_on_one_rank_is_captured_again_by_all(captured, caplog
         before = host_of(program).count("capture")
         program.params = F.tree.map(torch.clone, program.params) if at.rank else program.params
         found += [called(program), called(program)]
-        return found, before, host_of(program).count("capture")
+        after = host_of(program).count("capture")
+        program.params = program.params if at.rank else F.tree.map(torch.clone, program.params)
+        program.warm_up()
+        return [*found, called(program)], before, after, host_of(program).count("capture")
 
     with caplog.at_level(logging.INFO, "meshfn.programs.captured"):
         ranks = over({"tp": 2}, body)
     first, second = (called(programs.build(own(scale), compile=False, **SIZES)) for scale in (1.0, 1.1))
-    assert ranks == [([first, second, second, second], 2, 4)] * 2
-    assert [r.getMessage() for r in caplog.records] == ["decode is captured again: leaves moved on rank 1"] * 2
+    assert ranks == [([first, *[second] * 4], 2, 4, 6)] * 2
+    assert [r.getMessage() for r in caplog.records] == [
+        f"decode is captured again: leaves moved on rank {rank}" for rank in (1, 1, 0, 0)
+    ]
 
 
 def test_options_of_many_kinds_hold_no_more_graphs_than_some(captured, caplog):

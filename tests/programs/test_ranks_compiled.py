@@ -95,7 +95,10 @@ def replayed():
     of eight steps sends what eight do."""
     with as_traced(), mock.patch.object(rank_program, "replay_of", side_effect=lambda *_: HostReplay()):
         pair = Pair(*HYBRID)
-        assert rank_steps.why_calls(gloo.mesh_of(tp=2), torch.device("cpu")) == "gloo exchanges through the host"
+        mesh, cpu = gloo.mesh_of(tp=2), torch.device("cpu")
+        assert rank_steps.why_calls(mesh, cpu) == "gloo exchanges through the host"
+        mesh.transport.check = True
+        assert rank_steps.why_calls(mesh, cpu) == "the transport checks each of its calls"
         assert pair.program._replay is None, "what a device's graph cannot hold is called"
         with mock.patch.object(rank_program, "why_calls", return_value=None):
             pair = Pair(*HYBRID)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from typing import Any
@@ -312,3 +313,43 @@ def test_a_program_in_use_is_not_closed(host):
     with program._alone(), pytest.raises(RuntimeError, match="in use by another call"):
         program.close()
     assert len(tokens_of(program)) == 3
+
+
+def test_a_replay_that_does_not_end(monkeypatch):
+    """Is given up after its time, and what it holds is kept: it may still run."""
+    asked: list[str] = []
+
+    class Event:
+        done = True
+
+        def record(self) -> None:
+            asked.append("record")
+
+        def query(self) -> bool:
+            return self.done
+
+    class Graph:
+        def replay(self) -> None:
+            asked.append("replay")
+
+        def reset(self) -> None:
+            asked.append("reset")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.append("synchronize"))
+    device = torch.device("cuda")
+    for limit_s in (None, 0.01):
+        fine = replay.CudaReplay(device, limit_s)
+        fine._graphs = {"a step": Graph()}
+        fine.replay("a step")
+        fine.release()
+    assert asked == ["replay", "synchronize", "reset", "replay", "record", "synchronize", "reset"]
+    asked.clear()
+    late = replay.CudaReplay(device, 0.01)
+    late._graphs, Event.done = {"a step": Graph()}, False
+    with pytest.raises(replay.OverdueError, match=r"a launch did not end within 0.01 s"):
+        late.replay("a step")
+    late.release()
+    assert asked == ["replay", "record"]
+    assert late._graphs
