@@ -255,10 +255,10 @@ def lowest_of_the_largest(scores: Tensor) -> Tensor:
 
 
 def _as_stored(x: Tensor) -> Tensor:
-    """x, rounded to its dtype under a compiler too. That may keep half precision in fp32, and compare what it stored,
+    """x, under a compiler rounded to its dtype. That may keep half precision in fp32, and compare what it stored,
     which is rounded, with the largest of what was not, which then equals none. To look at the bits it has to round;
     and -0 becomes 0, since it would leave out a view there and back."""
-    if x.dtype.itemsize > 2:
+    if x.dtype.itemsize > 2 or not torch.compiler.is_compiling():
         return x
     bits = x.detach().view(torch.int16)
     return torch.where(bits == torch.iinfo(torch.int16).min, 0, bits).view(x.dtype)

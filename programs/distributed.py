@@ -171,7 +171,8 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
-        own = {each.relative_path for each in metadata.storage_data.values()}
+        # Not of the metadata: torch 2.11 writes another copy of it.
+        own = {each.storage_data.relative_path for of_rank in results for each in of_rank}
         for file in self.folder.glob("*.distcp"):
             if file.name not in own and _DATA.fullmatch(file.name):
                 file.unlink()

@@ -291,15 +291,14 @@ class LayoutWire:
         """Which keys this rank's queries may see, where it is known that they are fewer than all."""
         if convolved("q", self.edges):
             own = self._reached(self.edges["q"][0], self.rank) if len(rules.gathered(self.edges["q"])) else None
-            return None if own == ((0, self.sizes["S"]),) else own
+            return None if own is None or _is_all(own, self.sizes["S"]) else own
         if not self.ordered or "q" not in self.edges or "S" not in self.sizes:
             return None
         size = self.sizes["S"]
         (found,) = documents.of_group(
             self.edges["q"][-1], self.axes, (self.rank,), size, self.cu or (0, size), self.sight
         )
-        every = len(found) == 1 and found[0][0] == 0 and found[0][1] == size
-        return None if every else found
+        return None if _is_all(found, size) else found
 
     def _seen(self, edge: _Edge) -> Tensor | None:
         """An edge as the next stage needs it: of keys, those that some query may see."""
@@ -355,3 +354,8 @@ def _parts(group: list[_Edge]) -> tuple[tuple[Tensor, ...], tuple[Any, ...], tup
 
 def _resolved(layout: Layout, axes: Axes, heads: tuple[int, int] | None, part: str) -> rules.Edges:
     return rules.of_rows(rules.resolve(layout.name, rules.of_part(layout.chains, part), axes, heads))
+
+
+def _is_all(ranges: Ranges, size: int) -> bool:
+    # Number by number: Dynamo of torch 2.11 compares no tuples of tuples.
+    return len(ranges) == 1 and ranges[0][0] == 0 and ranges[0][1] == size
