@@ -17,8 +17,8 @@ constexpr int SLOTS = 16;
 constexpr int SCORES = SLOTS + 8;  // pitch, against conflicts of banks
 
 // Blocks that a multiprocessor holds at once, of PIECES times 16 heads and 16 columns a warp. Two, with 128 registers a
-// thread, where it fits. Of DeepSeek's 32 heads and 576 columns 80 registers hold queries, 80 sums and 20 the next latents,
-// and in shared memory two blocks' queries do not fit either. The host makes about as many blocks as there are
+// thread, where it fits. Of DeepSeek's 32 heads and 576 columns 80 registers hold queries, 80 sums and 20 the next
+// latents, and in shared memory two blocks' queries do not fit either. The host makes about as many blocks as there are
 // multiprocessors, so a second one would come in large batches alone.
 template <class T, int PIECES> constexpr int TOGETHER = sizeof(T) == 2 && PIECES <= 3 ? 2 : 1;
 
@@ -29,6 +29,10 @@ template <class T, int TILES, int STEPS> struct Shared {
   T latents[WARPS][SLOTS][16 * STEPS + 8];
   float unit[16 * TILES], shrink[16 * TILES];
 };
+
+// Whether the next latents fly while these are computed. Of narrower loads there are more, and no registers left for
+// where they go.
+template <class T, int VEC> constexpr bool AHEAD = VEC * sizeof(T) == 16;
 
 // T: of the latents. VEC: numbers a load, of which their width is a multiple. TILES: of 16 heads. STEPS: of 16 columns,
 // a warp.
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(THREADS, (TOGETHER<T, TILES * STEPS>))
     for (int p = 0; p < PARTS<T>; p++) query[tile][step][p].at[part].at[i % 2] = parts[p];
   }
 
-  // Which of 16 slots the query sees, and this warp's columns of those, which fly while the ones before are computed.
+  // Which of 16 slots the query sees, and this warp's columns of those.
   const int begin = blockIdx.y * share, stop = min(slots, begin + share);
   const long long position = q_positions[row * q_row];
   latent += row * latent_row;
@@ -82,21 +86,19 @@ __global__ void __launch_bounds__(THREADS, (TOGETHER<T, TILES * STEPS>))
     return __ballot_sync(ALL_LANES, position >= 0 && held >= 0 && !(causal && back < 0) &&
                                         !(window && (back >= window || -back >= window)));
   };
+  auto fetched = [&](int from, unsigned mask, int step, int v) {
+    const int slot = v / (16 / VEC), column = column_of(step) + v % (16 / VEC) * VEC;
+    if (mask >> slot & 1 && column < width) return load<VEC>(latent + (from + slot) * latent_slot + column);
+    Vec<T, VEC> none;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) none.at[j] = narrow<T>(0.f);
+    return none;
+  };
   Vec<T, VEC> next[STEPS][LOADS];
   auto fetch = [&](int from, unsigned mask) {
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-#pragma unroll
-      for (int i = 0; i < LOADS; i++) {
-        const int v = lane + 32 * i, slot = v / (16 / VEC), column = column_of(step) + v % (16 / VEC) * VEC;
-        if (mask >> slot & 1 && column < width) {
-          next[step][i] = load<VEC>(latent + (from + slot) * latent_slot + column);
-        } else {
-#pragma unroll
-          for (int j = 0; j < VEC; j++) next[step][i].at[j] = narrow<T>(0.f);
-        }
-      }
-    }
+    for (int i = 0; i < STEPS * LOADS; i++)
+      next[i / LOADS][i % LOADS] = fetched(from, mask, i / LOADS, lane + 32 * (i % LOADS));
   };
 
   float sums[TILES][STEPS][2][4] = {};
@@ -104,19 +106,20 @@ __global__ void __launch_bounds__(THREADS, (TOGETHER<T, TILES * STEPS>))
   T(*mine)[16 * STEPS + 8] = shared.latents[warp];
   unsigned mask = seen(held_at(begin)), all = 0;
   long long held = held_at(begin + SLOTS);
-  fetch(begin, mask);
+  if (AHEAD<T, VEC>) fetch(begin, mask);
   for (int from = begin; from < stop; from += SLOTS) {
     const unsigned now = mask;
     __syncwarp();
-#pragma unroll
+#pragma unroll(AHEAD<T, VEC> ? STEPS * LOADS : 1)
     for (int i = 0; i < STEPS * LOADS; i++) {
       const int v = lane + 32 * (i % LOADS);
-      store<VEC>(&mine[v / (16 / VEC)][i / LOADS * 16 + v % (16 / VEC) * VEC], next[i / LOADS][i % LOADS]);
+      store<VEC>(&mine[v / (16 / VEC)][i / LOADS * 16 + v % (16 / VEC) * VEC],
+                 AHEAD<T, VEC> ? next[i / LOADS][i % LOADS] : fetched(from, now, i / LOADS, v));
     }
     __syncwarp();
     mask = seen(held);
     held = held_at(from + 2 * SLOTS);
-    if (mask) fetch(from + SLOTS, mask);
+    if (AHEAD<T, VEC> && mask) fetch(from + SLOTS, mask);
     if (!now) continue;  // as all threads of the block find
     all |= now;
 

@@ -62,7 +62,7 @@ qkv_rope_cache<bf16, 2, NO_NORM>                     48   48   44   39   44  102
 qkv_rope_cache<float, 8, RMS_ZERO_CENTERED_IN_FP32>   47   48   48   45   45  4096 B
 queries_in<bf16, 8, 1>                               63   64   67   72   74  4096 B
 values_out<bf16, 8, 8>                              124  124  122  116  117     0 B
-mla_decode<bf16, 8, 2, 5>                           249  251  249  246  245     0 B
+mla_decode<bf16, 8, 2, 5>                           249  251  249  247  245     0 B
 mla_decode<fp16, 8, 1, 5>                           174  176  175  201  200     0 B
 sample_advance<bf16, 8>                              48   48   47   48   45    97 B
 sample_options<bf16, 512>                           102  102   98  100  100  17008 B
@@ -90,8 +90,8 @@ def test_every_instance(dtype):
                 name = f"{kernel}<{dtype}, {vector}, {room}>"
                 assert all(compile_kernel("latent_heads.cu", name, a).spilled_bytes == 0 for a in ARCHITECTURES)
         for tiles, steps in itertools.product((1,) if dtype == "float" else (1, 2), range(1, 6)):
-            made = compile_kernel("mla_decode.cu", f"mla_decode<{dtype}, {vector}, {tiles}, {steps}>", "sm_90")
-            assert made.spilled_bytes == 0
+            name = f"mla_decode<{dtype}, {vector}, {tiles}, {steps}>"
+            assert all(compile_kernel("mla_decode.cu", name, a).spilled_bytes == 0 for a in ARCHITECTURES)
         for queries, width in itertools.product((1, 2, 4, 8), (64, 80, 256)):
             vectors = width // vector
             lanes = min(32, 1 << (vectors - 1).bit_length())
