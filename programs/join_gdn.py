@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ..functional.primitive import PRIMITIVES
-from .dynamo import value_of
+from .dynamo import value_of, writes_to
 from .join import Taken, call_before, first_alone, is_primitive
 
 __all__ = ["join_gdn"]
@@ -108,8 +108,8 @@ def _goes_back(state: fx.Node, cache: Any) -> bool:
     """Whether a new state is copied into the one it was made of, and neither is used otherwise."""
     if not isinstance(cache, fx.Node) or len(state.users) != 1:
         return False
-    # Dynamo leaves behind attributes that nobody reads.
-    users = [user for user in cache.users if user.target is not getattr or user.users]
+    # Dynamo leaves behind attributes that nobody reads, as views or as they are.
+    users = [user for user in cache.users if user.users or writes_to(user)]
     if len(users) != 2:
         return False
     (copy,) = state.users
