@@ -63,7 +63,7 @@ def build(
         sizes_given, layouts = {"batch": batch, "max_len": max_len, "chunk": chunk}, (layout, prefill_layout)
         return _build_rank(model, mesh, layouts, sizes_given, dtype, device, kernels, strict, compile)
     _check_weights(model)
-    sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
+    sizes = Sizes.of("build", batch=batch, max_len=max_len, chunk=chunk)
     place = _device(device, model.device)
     dtype = dtype or model.dtype
     _check_dtype("build", dtype, place)
@@ -105,7 +105,7 @@ def plan(
         )
     _check_dtype("plan", dtype or model.dtype, place)
     target = Target(place.type, dtype or model.dtype, arch)
-    sizes = Sizes(batch=batch, max_len=max_len, chunk=chunk)
+    sizes = Sizes.of("plan", batch=batch, max_len=max_len, chunk=chunk)
     return make_plan(model, target, sizes, with_table(target, kernels), compiled=True)
 
 
@@ -128,7 +128,7 @@ def _build_rank(
         if reads is not None:
             check_layout(agreement.mesh, reads, "prefill_layout")
         _check_weights(model)
-        place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes(**sizes)
+        place, kind, read = _device(device, model.device), dtype or model.dtype, Sizes.of("build", **sizes)
         _check_dtype("build", kind, place)
         _check_place(place, kind)
         check_ranks(model.config, agreement.mesh, layout, read, reads)
