@@ -122,9 +122,11 @@ def turned(
     return [row + new[i] if len(row) + taken in turns and live[i] else [] for i, row in enumerate(rows)]
 
 
-def check_state(state: Any, session: int, sizes: Sizes, turns: Sequence[int], vocab_size: int, *, spent: bool) -> int:
-    """Raise `TypeError` and `ValueError` for a state that no step of a session can follow. -> the tokens of its longest
-    row, the one to feed included. spent: whether a step overwrites what the state before it still needs."""
+def check_state(
+    state: Any, session: int, sizes: Sizes, turns: Sequence[int], vocab_size: int, *, spent: bool
+) -> tuple[list[int], list[int]]:
+    """Raise `TypeError` and `ValueError` for a state that no step of a session can follow. -> its tokens and positions,
+    `B` each. spent: whether a step overwrites what the state before it still needs."""
     last = "step" if spent else "prefill"
     if not isinstance(state, State):
         raise TypeError(
@@ -148,15 +150,14 @@ def check_state(state: Any, session: int, sizes: Sizes, turns: Sequence[int], vo
             f"decode(state=...): token {token} in row {row}, and the vocabulary has {vocab_size}\n"
             f"    fix: 0 to {vocab_size - 1}, also in a row that has ended"
         )
-    longest: int = max(positions) + 1
-    if longest > sizes.max_len:
+    if max(positions) >= sizes.max_len:
         raise ValueError(f"decode: a row holds max_len={sizes.max_len} tokens; there is no slot for another")
     if turning := [turn for turn in turns if turn in positions]:
         raise ValueError(
             f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
             "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
         )
-    return longest
+    return tokens, positions
 
 
 def run_decode(

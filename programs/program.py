@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import functional as F
 from ..functional import tree
 from ..functional.cache import Cache
+from .agreement import OfRows
 from .asked import Asked, read_asked
 from .captured import CapturedDecode, launch_steps, leaf_names
 from .chooser import Chooser
@@ -59,7 +60,7 @@ class Program(Held):
     ) -> None:
         self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
         self.batch = sizes.batch  # rows of all ranks
-        self._rows = self._rows_read = sizes.batch  # of a call of decode, and of one that reads prompts
+        self._rows_read = sizes.batch  # of a call that reads prompts
         self.device, self.dtype = device, dtype
         self.target = target_of(device, dtype)
         self.kernels = with_table(self.target, kernels) if compiled else ()
@@ -188,9 +189,9 @@ class Program(Held):
             padding=None if padding in (self.model.eos_token_id if ends is None else ends) else padding,
         )
 
-    def _read_here(self, read: Prompts) -> tuple[list[list[int]], int]:
-        """The rows whose prompts are read here, and the tokens of the longest on any rank."""
-        return read.rows[self.reading.own(len(read.rows))], max(map(len, read.rows))
+    def _read_here(self, rows: list[list[int]]) -> tuple[list[list[int]], int]:
+        """Of the rows of a call those whose prompts are read here, and the tokens of the longest on any rank."""
+        return rows[self.reading.own(len(rows))], max(map(len, rows))
 
     def _chunks(self, rows: list[list[int]], most: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Leaves]]:
         """tokens `B C`, positions `B C`, last `B` of each call that reads prompts, and the slots it reads. most: tokens
@@ -222,8 +223,11 @@ class Program(Held):
 
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """Read prompts into the cache, from its first slot on -> the state after them, with the first new token."""
-        rows, most = self._read_here(self._prompts(prompts, attention_mask))
-        stop = end_tokens(eos_token_id)
+        every, stop = self._told(
+            "prefill",
+            lambda: {"prompts": self._prompts(prompts, attention_mask).rows, "eos_token_id": self._ends(eos_token_id)},
+        ).values()
+        rows, most = self._read_here(every)
         with self._alone():
             state = self._run_prefill(self._inputs(), self._start(), rows, self._eos(stop), most)
             return dataclasses.replace(state, session=self._session)
@@ -236,17 +240,27 @@ class Program(Held):
         Raises `TypeError` or `ValueError` for a state of another prefill, whose cache is gone, or of another program,
         for a token that is none, and where a row is full.
         """
-        longest, stop = self._check_state(state), end_tokens(eos_token_id)
+        fed, stop = self._told(
+            "decode",
+            lambda: {
+                "state.token, state.position": OfRows(self._check_state(state)),
+                "eos_token_id": self._ends(eos_token_id),
+            },
+        ).values()
+        _, positions = fed.value
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
             plain = dataclasses.replace(state, session=0, token=state.token.to(self.device, copy=True))
             if self._spent:
                 self._session += 1
-            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
+            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(*positions, 0) + 1)
             return dataclasses.replace(new, session=self._session)
 
-    def _check_state(self, state: State) -> int:
-        """Raise for one that no step can follow. -> the tokens of its longest row, the one to feed included."""
+    def _ends(self, eos_token_id: Any) -> tuple[int, ...]:
+        return end_tokens(eos_token_id, self.model.config.vocab_size)
+
+    def _check_state(self, state: State) -> tuple[list[int], list[int]]:
+        """Raise for one that no step can follow. -> its tokens and positions."""
         vocab_size = self.model.config.vocab_size
         return check_state(state, self._session, self.sizes, self._turns, vocab_size, spent=self._spent)
 
@@ -289,7 +303,7 @@ class Program(Held):
             options=options,
         )
         read, choose, streamer = asked.read, self._chooser(asked), asked.streamer
-        rows, (rows_read, most) = read.rows[self.ranks.own(len(read.rows))], self._read_here(read)
+        rows, (rows_read, most) = read.rows[self.ranks.own(len(read.rows))], self._read_here(read.rows)
         with self._alone():
             begin = now(self.device)
             eos = self._eos(asked.ends)
@@ -314,7 +328,7 @@ class Program(Held):
             if self._captured is not None and choose.needed:
                 choose.fill(self._captured.choice)
             state = self._run_prefill(inputs, self._start(), rows_read, eos, most)
-            state = choose(state, lengths(rows, self._rows, self.device) - 1, eos)
+            state = choose(state, lengths(rows, self.sizes.batch, self.device) - 1, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
                 step,
@@ -356,7 +370,12 @@ class Program(Held):
     def _ready(self, phase: Phase) -> None:
         """Called before a phase runs that may not be compiled yet."""
 
+    def _told(self, function: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a call was told, by argument, as `read` found and checked it."""
+        return read()
+
     def _asked(self, **given: Any) -> Asked:
+        """What a call of `generate` was told."""
         return read_asked(self.model, self.batch, self._prompts, **given)
 
     def _chooser(self, asked: Asked) -> Chooser:
@@ -382,7 +401,7 @@ class Program(Held):
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
         Its graph is compiled at the first call.
         """
-        every = self._prompts(prompts, attention_mask)
+        (every,) = self._told("score", lambda: {"prompts": self._prompts(prompts, attention_mask).rows}).values()
         rows, most = self._read_here(every)
         with self._alone():
             self._ready(self._score)
@@ -395,5 +414,5 @@ class Program(Held):
                 self._chunks(rows, most), self._chunks(targets, most), strict=True
             ):
                 parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
-            found = self.reading.of_all(torch.cat(parts, 1)[: len(rows)], len(every.rows)).cpu()
-        return [found[i, : len(row) - 1] for i, row in enumerate(every.rows)]
+            found = self.reading.of_all(torch.cat(parts, 1)[: len(rows)], len(every)).cpu()
+        return [found[i, : len(row) - 1] for i, row in enumerate(every)]

@@ -29,7 +29,7 @@ import functools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from ..functional import tree
 from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
 from ..sharding.opaque import Port
-from .agreement import OfRows, Said, during, named
+from .agreement import Said, during, named
 from .asked import Asked
 from .chooser import Choice, Chooser
 from .copies import COMPARE, MOVED, REPLACED, STREAMS, Copies
@@ -51,7 +51,6 @@ from .model import Model
 from .pair_sums import PairSums
 from .phase import Phase
 from .program import Program
-from .prompts import end_tokens
 from .rank_chooser import RankChooser, choose_inside_ranks
 from .rank_plan import RankPlan, make_rank_plan
 from .rank_steps import compiled_seam, why_calls
@@ -63,6 +62,8 @@ from .steps import State, make_steps, packed
 from .weights import Place, Weights
 
 __all__ = ["RankProgram"]
+
+T = TypeVar("T")
 
 
 class RankProgram(Program):
@@ -267,55 +268,36 @@ class RankProgram(Program):
 
     # What ranks tell each other before a call.
 
-    def _agree(self, function: str, read: Callable[[], Mapping[str, Any]], *, streams: bool = False) -> list[Said]:
+    def _agree(
+        self, function: str, read: Callable[[], T], tell: Callable[[T], Mapping[str, Any]], *, streams: bool = False
+    ) -> tuple[T, list[Said]]:
         """Raise on every rank where one refuses what it was told, or was told otherwise than others, or has other
-        weights. read: what it was told, checked, by argument. -> what each rank said."""
+        weights. read: finds and checks it. tell: what of it must be alike, by argument. -> what was read, and what each
+        rank said."""
+        self._at = function
         try:
             self._check_open()
             self.sums.check()
-            told = read()
+            found = read()
         except Exception:
             self.ranks.agreement.refuse(function)
             raise
         flags = (STREAMS if streams else 0) | (MOVED if self._moved else 0)
-        every = self.ranks.agreement.check(function, told, self._copies.said(secrets.randbits(63), flags))
+        every = self.ranks.agreement.check(function, tell(found), self._copies.said(secrets.randbits(63), flags))
         self._copies.check(function, every)
         self._capture_again([rank for rank, said in enumerate(every) if said.flags & MOVED])
-        return every
+        return found, every
 
-    def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
-        """As of one rank."""
-
-        def read() -> dict[str, Any]:
-            return {"prompts": self._prompts(prompts, attention_mask).rows, "eos_token_id": end_tokens(eos_token_id)}
-
-        self._agree("prefill", read)
-        return super()._prefill(prompts, attention_mask=attention_mask, eos_token_id=eos_token_id)
-
-    def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
-        """As of one rank; of ranks that have the same rows, states are the same."""
-
-        def read() -> dict[str, Any]:
-            self._check_state(state)
-            rows = OfRows((state.token.tolist(), state.position.tolist()))
-            return {"state.token, state.position": rows, "eos_token_id": end_tokens(eos_token_id)}
-
-        self._agree("decode", read)
-        return super()._decode(state, eos_token_id=eos_token_id)
-
-    def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """As of one rank: of all rows, on every rank."""
-        self._agree("score", lambda: {"prompts": self._prompts(prompts, attention_mask).rows})
-        self._at = "score"
-        return super().score(prompts, attention_mask=attention_mask)
+    def _told(self, function: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return self._agree(function, read, lambda told: told)[0]
 
     def _asked(self, **given: Any) -> Asked:
-        asked: Asked
-
-        def read() -> dict[str, Any]:
-            nonlocal asked
+        def read() -> Asked:
             asked = Program._asked(self, **given)
             self._check(asked)
+            return asked
+
+        def tell(asked: Asked) -> dict[str, Any]:
             return {
                 "prompts": asked.read.rows,
                 "max_new_tokens": asked.max_new_tokens,
@@ -325,7 +307,7 @@ class RankProgram(Program):
                 "options of sampling": dict(sorted(asked.options.items())),
             }
 
-        every = self._agree("generate", read, streams=given["streamer"] is not None)
+        asked, every = self._agree("generate", read, tell, streams=given["streamer"] is not None)
         options, streamer = dict(asked.options), asked.streamer
         if options.get("do_sample") and options.get("seed") is None:
             options["seed"] = every[0].number
