@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -111,6 +111,15 @@ class Program(Held):
         """The primitives that the plan leaves without a kernel; None where the build is not held to it."""
         return self.planned(phase).left if self._held_to_plan and phase != "score" else None
 
+    def check_left(self, left: Mapping[str, Sequence[str]]) -> None:
+        """Raise `ValueError` where the build is strict, for primitives without a kernel: a line each, by phase."""
+        lines = [f"{phase} {line}" for phase, each in left.items() for line in each]
+        if self.strict and lines:
+            raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(lines))
+
+    def _check_planned(self, *phases: Phase) -> None:
+        self.check_left({phase.name: self.planned_left(phase.name) or () for phase in phases})
+
     def __repr__(self) -> str:
         return str(self.plan)
 
@@ -128,8 +137,8 @@ class Program(Held):
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache, and capture
         decode where it is replayed. `build` has done so; once more it only runs."""
-        if self._held_to_plan:
-            _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
+        # What is lowered is held to the plan, and it is traced now, not in the middle of a compile.
+        self._check_planned(self.prefill, self.decode)
         with self._alone():
             start = now(self.device)
             self._weights.allocate()

@@ -227,9 +227,7 @@ class RankProgram(Program):
         if self._port is None:
             return
         try:
-            left = [f"{phase.name} {line}" for phase in phases for line in self.planned_left(phase.name) or ()]
-            if self.strict and left:
-                raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
+            self._check_planned(*phases)
             with self._port.silent():
                 for phase in phases:
                     phase.step(*self._inputs(), *self._idle(phase))
