@@ -78,7 +78,7 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
     bound = inspect.signature(PRIMITIVES[name]).bind(*args, **kwargs)
     bound.apply_defaults()
     call = Call(name, bound.arguments, target)
-    table, reasons, of_own = KERNELS.get(target.device, ()), [], []
+    table, reasons, of_own = KERNELS.get(target.device, ()), list[str](), list[str]()
     for kernel in kernels:
         if kernel.primitive != name:
             continue
