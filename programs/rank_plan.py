@@ -26,7 +26,7 @@ from .handover import Handover, all_held
 from .kernel import Kernel
 from .model import Model, count_text
 from .pair_sums import PairSums
-from .rank_steps import compiled_seam
+from .rank_steps import compiled_seam, eager_seam
 from .ranks import Ranks
 from .report import PhasePlan, abstract_params, beside_note, cache_text, launch_lines, phase_plan, titled
 from .rows import size_text
@@ -174,7 +174,7 @@ def make_rank_plan(
     summed_by: dict[str, tuple[str, ...]] = {}
     for name, (each, weights, kept) in used.items() if not ranks.deals else ():
         trace.clear()
-        steps = make_steps(model.config, each.seam(tree.structure(weights), tree.structure(kept)))
+        steps = make_steps(model.config, eager_seam(each, tree.structure(weights), tree.structure(kept)))
         with torch.no_grad():
             dry.agreement.exchange([0] * COLUMNS)
             steps[name](*packed(weights, kept), *inputs[name])

@@ -128,7 +128,7 @@ def test_each_rank_has_what_one_rank_has_of_its_rows_and_heads(case):
     def body(at):
         program = build(case, at, of)
         program.prefill(PROMPTS)
-        return program.cache, program.ranks.cache_specs(program._all), program.ranks.own(4)
+        return program.cache, program.ranks.cache_specs(program._sizes_of_all), program.ranks.own(4)
 
     mesh = sh.Mesh(**axes)
     for rank, (caches, specs, own) in enumerate(sh.Threads(mesh).run(body)):
