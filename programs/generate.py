@@ -1,4 +1,7 @@
-"""The loop of generation, and what it returns."""
+"""The loop of generation, and what it returns.
+
+Letters: B batch, n new tokens of a row.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,21 @@ from .sampling import StopStrings
 from .sizes import Sizes
 from .steps import State
 
-__all__ = ["Generation", "Streamer", "Timings"]
+__all__ = [
+    "CHECK_EVERY",
+    "Generation",
+    "Streamer",
+    "Timings",
+    "Unheard",
+    "assemble",
+    "check_state",
+    "check_streamer",
+    "crossing",
+    "now",
+    "run_decode",
+    "turned",
+    "turns_of",
+]
 
 # Whether all rows have ended is read from the device once in so many steps: reading it waits for the device.
 CHECK_EVERY = 16
@@ -115,7 +132,7 @@ def turned(
 ) -> list[list[int]]:
     """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty.
 
-    turns: see `turns_of`. taken: steps done; tokens: `B n`, one more than that."""
+    state: as that token was fed. turns: see `turns_of`. taken: steps done; tokens: `B n`, one more than that."""
     if not crossing(turns, rows, taken, 1):
         return [[] for _ in rows]
     new, live = tokens.tolist(), (state.position >= 0).tolist()

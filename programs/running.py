@@ -115,8 +115,8 @@ class Running(Held):
         return new
 
     def _run_score(self, rows: list[list[int]], most: int) -> Tensor:
-        """`B n`: of each token that it is followed by the one behind it in its row; what stands at a row's last token,
-        or after it, means nothing. rows, most: as of `_run_prefill`."""
+        """`B n`, at each token the log-probability of the one after it; what stands at the last one of a row or behind
+        it means nothing. rows, most: as of `_run_prefill`."""
         self._session += 1  # the cache of older states is written over
         inputs, length = self._inputs_read(), lengths(rows, self._rows_read, self.device)
         targets = [[*row[1:], 0] for row in rows]
