@@ -212,9 +212,11 @@ def asking(layer: Callable[..., Any]) -> Callable[..., Any]:
         return layer
 
     def run(*args: Any, wire: Any, **given: Any) -> Any:
-        watched = wire if wire is identity else _Watched(wire)
+        if wire is identity:
+            return layer(*args, wire=wire, **given)
+        watched = _Watched(wire)
         found = layer(*args, wire=watched, **given)
-        if watched is not identity and not watched.asked:
+        if not watched.asked:
             raise ValueError(
                 "decoder(layer=...): it asks nothing of its wire, so that under a layout a rank would see its own "
                 "tokens and weights alone\n"
