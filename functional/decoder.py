@@ -31,7 +31,7 @@ from .norm import Norm, NormConfig, apply_norm, norm_in_front, norm_linear
 from .rope import RopeConfig, rope_tables
 from .shapes import check_positions, check_positive, check_shapes
 from .tree import Tree, check_presence, dim, pytree
-from .wire import Wire, edges, identity
+from .wire import Wire, asking, edges, identity
 
 __all__ = [
     "Decoder",
@@ -255,7 +255,7 @@ def backbone(
     rope_positions: `M B S`, for mrope, `positions` unless given. rope_length: `B`, see `rope_tables`.
     return_routing: a third result, the `Routing` of each layer, None of one without experts; for `balance_loss`.
     layer: computes one layer; a program puts its compiled region here, a notebook anything of the same signature. Under
-    a layout it must pass its edges through `wire`, as `layer` does, which is not checked.
+    a layout it must pass its edges through `wire`, as `layer` does: eagerly one that asks nothing of it is refused.
     Raises `ShapeError`, and `ValueError` where a cache comes without positions or with other than one entry a layer, or
     a mask with a gated delta net among the layers, before anything moves.
     """
@@ -295,7 +295,7 @@ def backbone(
     reads = [read] * len(cfg.layers) if read is None or isinstance(read, Tensor) else read
     caches: list[Any] = list(cache) if cache is not None else [None] * len(cfg.layers)
     routings: list[Routing | None] = []
-    asked = {"return_routing": True} if return_routing else {}
+    asked, layer = {"return_routing": True} if return_routing else {}, asking(layer)
     for i, (layer_params, layer_cfg) in enumerate(zip(params.layers, cfg.layers, strict=True)):
         x, caches[i], *routing = layer(
             layer_params,

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from .norm import linear
@@ -22,6 +23,7 @@ __all__ = [
     "Identity",
     "Own",
     "Wire",
+    "asking",
     "check_heads",
     "choices_of",
     "edges",
@@ -190,6 +192,39 @@ class Identity:
 
 
 identity = Identity()
+
+
+class _Watched:
+    """A wire that knows whether it was asked for anything."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire, self.asked = wire, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked = True
+        return getattr(self._wire, name)
+
+
+def asking(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer, which under a layout raises `ValueError` if it asks nothing of its wire. One that declares its edges
+    does ask; and what a graph is made of is not watched."""
+    if hasattr(layer, "edges") or torch.compiler.is_compiling():
+        return layer
+
+    def run(*args: Any, wire: Any, **given: Any) -> Any:
+        if wire is identity:
+            return layer(*args, wire=wire, **given)
+        watched = _Watched(wire)
+        found = layer(*args, wire=watched, **given)
+        if not watched.asked:
+            raise ValueError(
+                "decoder(layer=...): it asks nothing of its wire, so that under a layout a rank would see its own "
+                "tokens and weights alone\n"
+                "    fix: hand wire on, F.layer(..., wire=wire) or F.mlp(..., wire=wire.scope('mlp'))"
+            )
+        return found
+
+    return run
 
 
 def edges(

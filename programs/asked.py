@@ -66,7 +66,7 @@ def read_asked(
     vocab = model.config.vocab_size
     if pad_token_id is not None and (not isinstance(pad_token_id, Integral) or not 0 <= pad_token_id < vocab):
         raise ValueError(f"generate(pad_token_id={pad_token_id!r}): a token id below {vocab} is needed")
-    ends = model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id)
+    ends = model.eos_token_id if eos_token_id is None else end_tokens(eos_token_id, vocab)
     texts = StopStrings(stop_strings, model.tokenizer)
     found = read(input_ids if prompts is None else prompts, attention_mask, max_new_tokens, pad_token_id, ends)
     found = repeated(found, num_return_sequences, rows)

@@ -1,4 +1,7 @@
-"""What chooses the tokens of one call: after a step, or inside the graph of one."""
+"""What chooses the tokens of one call: after a step, or inside the graph of one.
+
+Letters: B batch, Z vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def off(cls, batch: int, vocab_size: int, device: torch.device) -> Choice:
+        """Buffers that ask for the most likely tokens."""
         counts = torch.zeros(batch, vocab_size, dtype=torch.int32, device=device)
         return cls(Controls.off(batch, vocab_size, device), counts)
 
@@ -45,6 +49,7 @@ def choose_inside(state: State, fed: Tensor, eos_token_id: Tensor, choice: Choic
 
 
 def position_after(fed: Tensor) -> Tensor:
+    """fed: `B`, see `Chooser.__call__` -> `B`, the position of the token to come, -1 for a row that has ended."""
     return torch.where(fed >= 0, fed + 1, -1)
 
 

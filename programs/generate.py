@@ -1,4 +1,7 @@
-"""The loop of generation, and what it returns."""
+"""The loop of generation, and what it returns.
+
+Letters: B batch, n new tokens of a row.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,21 @@ from .sampling import StopStrings
 from .sizes import Sizes
 from .steps import State
 
-__all__ = ["Generation", "Streamer", "Timings"]
+__all__ = [
+    "CHECK_EVERY",
+    "Generation",
+    "Streamer",
+    "Timings",
+    "Unheard",
+    "assemble",
+    "check_state",
+    "check_streamer",
+    "crossing",
+    "now",
+    "run_decode",
+    "turned",
+    "turns_of",
+]
 
 # Whether all rows have ended is read from the device once in so many steps: reading it waits for the device.
 CHECK_EVERY = 16
@@ -115,16 +132,18 @@ def turned(
 ) -> list[list[int]]:
     """The rows, with their new tokens, whose longrope angles all change with the token just fed; others empty.
 
-    turns: see `turns_of`. taken: steps done; tokens: `B n`, one more than that."""
+    state: as that token was fed. turns: see `turns_of`. taken: steps done; tokens: `B n`, one more than that."""
     if not crossing(turns, rows, taken, 1):
         return [[] for _ in rows]
     new, live = tokens.tolist(), (state.position >= 0).tolist()
     return [row + new[i] if len(row) + taken in turns and live[i] else [] for i, row in enumerate(rows)]
 
 
-def check_state(state: Any, session: int, sizes: Sizes, turns: Sequence[int], vocab_size: int, *, spent: bool) -> int:
-    """Raise `TypeError` and `ValueError` for a state that no step of a session can follow. -> the tokens of its longest
-    row, the one to feed included. spent: whether a step overwrites what the state before it still needs."""
+def check_state(
+    state: Any, session: int, sizes: Sizes, turns: Sequence[int], vocab_size: int, *, spent: bool
+) -> tuple[list[int], list[int]]:
+    """Raise `TypeError` and `ValueError` for a state that no step of a session can follow. -> its tokens and positions,
+    `B` each. spent: whether a step overwrites what the state before it still needs."""
     last = "step" if spent else "prefill"
     if not isinstance(state, State):
         raise TypeError(
@@ -148,15 +167,14 @@ def check_state(state: Any, session: int, sizes: Sizes, turns: Sequence[int], vo
             f"decode(state=...): token {token} in row {row}, and the vocabulary has {vocab_size}\n"
             f"    fix: 0 to {vocab_size - 1}, also in a row that has ended"
         )
-    longest: int = max(positions) + 1
-    if longest > sizes.max_len:
+    if max(positions) >= sizes.max_len:
         raise ValueError(f"decode: a row holds max_len={sizes.max_len} tokens; there is no slot for another")
     if turning := [turn for turn in turns if turn in positions]:
         raise ValueError(
             f"decode: a row passes the {turning[0]} tokens of longrope's original context, from where all its "
             "tokens turn by other angles\n    fix: prefill its prompt and new tokens again, or use generate"
         )
-    return longest
+    return tokens, positions
 
 
 def run_decode(

@@ -70,14 +70,15 @@ def share_read(node: fx.Node) -> Fraction:
 
 
 def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[Kernel | None, str]:
-    """The kernel for a primitive's node and its name, or None and the reasons of those that declined."""
+    """The kernel for a primitive's node and what a plan says of it: its name, and why kernels of a user's own, which
+    are asked first, declined; or None and the reasons of all that did."""
     name = primitive_name(node)
     assert name is not None
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     bound = inspect.signature(PRIMITIVES[name]).bind(*args, **kwargs)
     bound.apply_defaults()
     call = Call(name, bound.arguments, target)
-    reasons = []
+    table, reasons, of_own = KERNELS.get(target.device, ()), list[str](), list[str]()
     for kernel in kernels:
         if kernel.primitive != name:
             continue
@@ -98,8 +99,10 @@ def choose(node: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> tuple[
         if reason is None:
             reason = refused_by(kernel.op, node.args, node.kwargs)
         if reason is None:
-            return kernel, kernel.name
+            return kernel, f"{kernel.name} ({'; '.join(of_own)})" if of_own else kernel.name
         reasons.append(f"{kernel.name}: {reason}")
+        if kernel not in table:
+            of_own.append(reasons[-1])
     return None, f"compiler ({'; '.join(reasons) or f'no {target.device} kernel'})"
 
 
@@ -114,9 +117,9 @@ def writer_of(new: fx.Node, target: Target, kernels: tuple[Kernel, ...]) -> str:
     """Who writes a new value to where it is copied: the kernel that makes it, in place, or the compiler."""
     call = new.args[0] if new.target is operator.getitem else None
     if isinstance(call, fx.Node) and primitive_name(call) is not None:
-        kernel, name = choose(call, target, kernels)
+        kernel, _ = choose(call, target, kernels)
         if kernel is not None and kernel.in_place:
-            return name
+            return kernel.name
     return "compiler"
 
 

@@ -38,8 +38,7 @@ class Phase:
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compiles += 1
         left = lower(module, self._program.target, self._program.kernels)
-        if self._program.strict and left:
-            raise ValueError(f"build(strict=True): no kernel in {self.name} for\n    " + "\n    ".join(left))
+        self._program.check_left({self.name: left})
         planned = self._program.planned_left(self.name)
         if planned is not None and left != planned:
             text = "\n    ".join(sorted(set(left) ^ set(planned)))

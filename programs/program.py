@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from .. import functional as F
-from ..functional import tree
-from ..functional.cache import Cache
+from .agreement import OfRows
 from .asked import Asked, read_asked
 from .captured import CapturedDecode, launch_steps, leaf_names
 from .chooser import Chooser
-from .generate import Generation, Streamer, Timings, assemble, check_state, crossing, now, run_decode, turned, turns_of
+from .generate import Generation, Streamer, Timings, assemble, check_state, now, run_decode
 from .graph import LeafPaths
-from .held import Held
 from .kernel import Kernel
 from .lower import with_table
 from .model import Model
 from .phase import Phase
-from .prompts import AllRows, Prompts, Rows, cut, end_tokens, filler, lengths, read_prompts
+from .prompts import Prompts, end_tokens, filler, lengths, read_prompts
 from .replay import Replay
 from .report import PhasePlan, Plan, make_plan
+from .running import Running
 from .sampling import SamplingOptions
-from .sizes import EOS_LIMIT, READ_STEP, Sizes, target_of
-from .steps import Leaves, State, make_steps, packed
-from .weights import Place, Weights
+from .sizes import Sizes, target_of
+from .steps import State, make_steps
+from .weights import Place
 
 __all__ = ["Program"]
 
 
-class Program(Held):
+class Program(Running):
     """A model ready to generate. print(program) is its plan. Made by `build`.
 
     params: the parameters it reads at each call; may be set to others of the same shapes.
@@ -42,10 +40,6 @@ class Program(Held):
     On a GPU decode is one graph, choice and all, captured when built and again, with a logged line, when a leaf moved.
     `with build(...) as program:` closes it at the end.
     """
-
-    # Who has which rows of a call, and who reads their prompts.
-    ranks: Rows = AllRows()
-    reading: Rows = AllRows()
 
     def __init__(
         self,
@@ -57,37 +51,25 @@ class Program(Held):
         strict: bool,
         compiled: bool,
     ) -> None:
-        self.model, self.sizes, self.strict, self.compiled = model, sizes, strict, compiled
+        super().__init__(model, sizes, device, dtype)
+        self.strict, self.compiled = strict, compiled
         self.batch = sizes.batch  # rows of all ranks
-        self._rows = self._rows_read = sizes.batch  # of a call of decode, and of one that reads prompts
-        self.device, self.dtype = device, dtype
         self.target = target_of(device, dtype)
         self.kernels = with_table(self.target, kernels) if compiled else ()
         # Tracing a plan takes seconds. A build that is strict or has kernels of its own is held to it, others by tests.
         self._held_to_plan = bool(kernels) or strict
         self.build_seconds = 0.0
-        self._reads: dict[int, tuple[Tensor, ...]] = {}
         # A step overwrites what the state before it still needs: the oldest token of a ring, or a recurrent state.
         self._spent = any(
             isinstance(each.attention, F.GDNConfig) or sizes.slots_of(each.attention.window) < sizes.slots
             for each in model.config.layers
         )
-        self._turns = turns_of(model.config)
-        self._session = secrets.randbits(62)  # so that no program takes another's states
-        super().__init__(Weights(model.params, device, dtype), device)
-        with self._alone():
-            self.cache = self._caches()
-            self._slots = torch.arange(sizes.slots, device=device)
-        self._buffers = packed(model.params, self.cache)[1]
         self._plan: tuple[list[Place], Plan] | None = None
         steps = self._steps()
         self.prefill = Phase("prefill", steps["prefill"], self, self._prefill)
         self.decode = Phase("decode", steps["decode"], self, self._decode)
         self._score = Phase("score", steps["score"], self, self.score)
         self.leaf_paths = LeafPaths.of(model.params, self.cache)
-
-    def _caches(self) -> tuple[Cache, ...]:
-        return self.sizes.caches(self.model.config, self.dtype, self.device)
 
     def _steps(self) -> dict[str, Callable[..., Any]]:
         return make_steps(self.model.config)
@@ -110,6 +92,15 @@ class Program(Held):
         """The primitives that the plan leaves without a kernel; None where the build is not held to it."""
         return self.planned(phase).left if self._held_to_plan and phase != "score" else None
 
+    def check_left(self, left: Mapping[str, Sequence[str]]) -> None:
+        """Raise `ValueError` where the build is strict, for primitives without a kernel: a line each, by phase."""
+        lines = [f"{phase} {line}" for phase, each in left.items() for line in each]
+        if self.strict and lines:
+            raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(lines))
+
+    def _check_planned(self, *phases: Phase) -> None:
+        self.check_left({phase.name: self.planned_left(phase.name) or () for phase in phases})
+
     def __repr__(self) -> str:
         return str(self.plan)
 
@@ -127,8 +118,8 @@ class Program(Held):
     def warm_up(self) -> None:
         """Compile both phases, by running them with no active row, which changes no byte of the cache, and capture
         decode where it is replayed. `build` has done so; once more it only runs."""
-        if self._held_to_plan:
-            _ = self.plan  # what is lowered is held to it, and it is traced now, not in the middle of a compile
+        # What is lowered is held to the plan, and it is traced now, not in the middle of a compile.
+        self._check_planned(self.prefill, self.decode)
         with self._alone():
             start = now(self.device)
             self._weights.allocate()
@@ -143,27 +134,6 @@ class Program(Held):
         buffers = *self._idle(self.decode)[:2], self._read(self.sizes.max_len)
         given = leaf_names(self.params, self.cache), launch_steps(self.sizes.max_len)
         return CapturedDecode(self.decode.step, replay, buffers, *given, self._choose_inside, self._others_failed)
-
-    def _idle(self, phase: Phase) -> tuple[Any, ...]:
-        return self.sizes.idle(phase.name, self.model.config, self.dtype, self.device)
-
-    def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
-        """tokens: those of the longest row, the one fed included."""
-        if self._captured is not None:
-            return self._captured(inputs, state, eos)
-        new: State = self.decode.step(*inputs, state, eos, self._read(tokens))
-        return new
-
-    def _inputs(self) -> tuple[Any, Any]:
-        """Parameters and caches as the steps take them."""
-        return self._weights.live(), self._buffers
-
-    def _read(self, tokens: int) -> tuple[Tensor, ...]:
-        """The slots that a step reads, when the longest row holds so many tokens; each size is made once."""
-        n = -(-tokens // READ_STEP)
-        if n not in self._reads:
-            self._reads[n] = self.sizes.read(self._slots, tokens, self.model.config)
-        return self._reads[n]
 
     def _prompts(
         self,
@@ -188,42 +158,13 @@ class Program(Held):
             padding=None if padding in (self.model.eos_token_id if ends is None else ends) else padding,
         )
 
-    def _read_here(self, read: Prompts) -> tuple[list[list[int]], int]:
-        """The rows whose prompts are read here, and the tokens of the longest on any rank."""
-        return read.rows[self.reading.own(len(read.rows))], max(map(len, read.rows))
-
-    def _chunks(self, rows: list[list[int]], most: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Leaves]]:
-        """tokens `B C`, positions `B C`, last `B` of each call that reads prompts, and the slots it reads. most: tokens
-        of the longest row on any rank: all ranks make as many calls, with rows or without."""
-        for tokens, positions, last in cut(rows, self._rows_read, self.sizes.chunk, most):
-            # A chunk without a token reads as many slots as one with some: no size of its own is compiled.
-            wanted = max(1, max(map(max, positions)) + 1)
-            t, p, ends = (torch.tensor(x, device=self.device) for x in (tokens, positions, last))
-            yield t, p, ends, self._read(wanted)
-
-    def _eos(self, stop: Sequence[int]) -> Tensor:
-        """`EOS_LIMIT`, whatever the number of end tokens, which is no part of a graph."""
-        return torch.tensor([*stop, *[-1] * (EOS_LIMIT - len(stop))], device=self.device)
-
-    def _start(self) -> State:
-        """A new session: what the cache holds for an older state is gone, and no row is active."""
-        self._session += 1
-        return State.empty(self.sizes.batch, self.model.config.vocab_size, self.dtype, self.device)
-
-    def _run_prefill(
-        self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
-    ) -> State:
-        """The state with the rows that are not empty read into the cache, and their first new token. rows: those whose
-        prompts are read here. most: see `_chunks`."""
-        length = lengths(rows, self._rows_read, self.device)
-        for tokens, positions, last, read in self._chunks(rows, most):
-            state = self.prefill.step(*inputs, state, tokens, positions, last, length, eos, read)
-        return state
-
     def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
         """Read prompts into the cache, from its first slot on -> the state after them, with the first new token."""
-        rows, most = self._read_here(self._prompts(prompts, attention_mask))
-        stop = end_tokens(eos_token_id)
+        every, stop = self._told(
+            "prefill",
+            lambda: {"prompts": self._prompts(prompts, attention_mask).rows, "eos_token_id": self._ends(eos_token_id)},
+        ).values()
+        rows, most = self._read_here(every)
         with self._alone():
             state = self._run_prefill(self._inputs(), self._start(), rows, self._eos(stop), most)
             return dataclasses.replace(state, session=self._session)
@@ -236,17 +177,27 @@ class Program(Held):
         Raises `TypeError` or `ValueError` for a state of another prefill, whose cache is gone, or of another program,
         for a token that is none, and where a row is full.
         """
-        longest, stop = self._check_state(state), end_tokens(eos_token_id)
+        fed, stop = self._told(
+            "decode",
+            lambda: {
+                "state.token, state.position": OfRows(self._check_state(state)),
+                "eos_token_id": self._ends(eos_token_id),
+            },
+        ).values()
+        _, positions = fed.value
         with self._alone():
             # A token of the user's own may come from anywhere; a copy made here is like any other.
             plain = dataclasses.replace(state, session=0, token=state.token.to(self.device, copy=True))
             if self._spent:
                 self._session += 1
-            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(longest, 1))
+            new = self._decode_step(self._inputs(), plain, self._eos(stop), max(*positions, 0) + 1)
             return dataclasses.replace(new, session=self._session)
 
-    def _check_state(self, state: State) -> int:
-        """Raise for one that no step can follow. -> the tokens of its longest row, the one to feed included."""
+    def _ends(self, eos_token_id: Any) -> tuple[int, ...]:
+        return end_tokens(eos_token_id, self.model.config.vocab_size)
+
+    def _check_state(self, state: State) -> tuple[list[int], list[int]]:
+        """Raise for one that no step can follow. -> its tokens and positions."""
         vocab_size = self.model.config.vocab_size
         return check_state(state, self._session, self.sizes, self._turns, vocab_size, spent=self._spent)
 
@@ -289,35 +240,19 @@ class Program(Held):
             options=options,
         )
         read, choose, streamer = asked.read, self._chooser(asked), asked.streamer
-        rows, (rows_read, most) = read.rows[self.ranks.own(len(read.rows))], self._read_here(read)
+        rows, (rows_read, most) = read.rows[self.ranks.own(len(read.rows))], self._read_here(read.rows)
         with self._alone():
             begin = now(self.device)
-            eos = self._eos(asked.ends)
-            inputs = self._inputs()
-
-            def step(state: State, tokens: Tensor, n: int) -> tuple[State, Tensor, Tensor]:
-                taken = tokens.shape[1] - 1
-                if self._captured is not None:
-                    for k in (n, 1):
-                        if not crossing(self._turns, rows, taken, k):
-                            return self._launch(inputs, state, eos, k, choose.graph)
-                    state = tree.map(torch.clone, state)  # the graph's own, which it writes over
-                new = self._decode_step(inputs, state, eos, most + taken + 1)
-                again, longest = turned(self._turns, rows, state, taken, tokens), self._turning(read.rows, taken)
-                if longest or any(again):
-                    new = self._run_prefill(inputs, new, again, eos, longest)
-                new = choose(new, state.position, eos)
-                return new, new.token[:, None], new.logprob[:, None]
-
+            inputs, eos = self._inputs(), self._eos(asked.ends)
             if streamer is not None:
                 streamer.put(read.input_ids)
             if self._captured is not None and choose.needed:
                 choose.fill(self._captured.choice)
             state = self._run_prefill(inputs, self._start(), rows_read, eos, most)
-            state = choose(state, lengths(rows, self._rows, self.device) - 1, eos)
+            state = choose(state, lengths(rows, self.sizes.batch, self.device) - 1, eos)
             middle = now(self.device)
             tokens, logprobs, steps = run_decode(
-                step,
+                self._stepping(inputs, eos, choose, read.rows),
                 state,
                 rows,
                 launch=1 if self._captured is None else self._captured.steps,
@@ -356,7 +291,12 @@ class Program(Held):
     def _ready(self, phase: Phase) -> None:
         """Called before a phase runs that may not be compiled yet."""
 
+    def _told(self, function: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a call was told, by argument, as `read` found and checked it."""
+        return read()
+
     def _asked(self, **given: Any) -> Asked:
+        """What a call of `generate` was told."""
         return read_asked(self.model, self.batch, self._prompts, **given)
 
     def _chooser(self, asked: Asked) -> Chooser:
@@ -370,30 +310,13 @@ class Program(Held):
             **asked.options,
         )
 
-    def _turning(self, rows: list[list[int]], taken: int) -> int:
-        """Tokens of the longest row that another rank may read again now, where this one has to take part; else 0."""
-        return 0
-
-    def _inputs_read(self) -> tuple[Any, Any]:
-        """Parameters and caches as prompts are read with."""
-        return self._inputs()
-
     def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The log-probability of each token after the first, given those before: `n - 1` numbers a row of n tokens.
         Its graph is compiled at the first call.
         """
-        every = self._prompts(prompts, attention_mask)
+        (every,) = self._told("score", lambda: {"prompts": self._prompts(prompts, attention_mask).rows}).values()
         rows, most = self._read_here(every)
         with self._alone():
             self._ready(self._score)
-            self._session += 1
-            inputs = self._inputs_read()
-            parts = []
-            targets = [[*row[1:], 0] for row in rows]
-            length = lengths(rows, self._rows_read, self.device)
-            for (tokens, positions, _, slots), (wanted, *_) in zip(
-                self._chunks(rows, most), self._chunks(targets, most), strict=True
-            ):
-                parts.append(self._score.step(*inputs, tokens, positions, wanted, length, slots))
-            found = self.reading.of_all(torch.cat(parts, 1)[: len(rows)], len(every.rows)).cpu()
-        return [found[i, : len(row) - 1] for i, row in enumerate(every.rows)]
+            found = self.reading.of_all(self._run_score(rows, most), len(every)).cpu()
+        return [found[i, : len(row) - 1] for i, row in enumerate(every)]

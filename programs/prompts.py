@@ -213,9 +213,9 @@ def filler(asked: int | None, of_model: int | None, ends: Sequence[int] | None) 
     return next((p for p in (asked, of_model, *(ends or ())) if p is not None), 0)
 
 
-def end_tokens(value: Any) -> tuple[int, ...]:
+def end_tokens(value: Any, vocab_size: int) -> tuple[int, ...]:
     """`eos_token_id`: one id, several or None, each once. Raises `TypeError` for what is none of these, `ValueError`
-    for more than a step has room for."""
+    for a token that no row could end with, and for more than a step has room for."""
     if value is None:
         return ()
     values = [value] if _is_integer(value) else value
@@ -224,8 +224,11 @@ def end_tokens(value: Any) -> tuple[int, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_integer, values)):
         raise TypeError(f"eos_token_id: an integer or a list of them is needed, not {value!r}")
     found = tuple(dict.fromkeys(int(v) for v in values))
-    if not all(-(2**63) <= v < 2**63 for v in found):
-        raise ValueError(f"eos_token_id: {value!r} is no token id")
+    if outside := [v for v in found if not 0 <= v < vocab_size]:
+        raise ValueError(
+            f"eos_token_id: token id {outside[0]} is outside the vocabulary of {vocab_size}, and would end no row\n"
+            "    fix: eos_token_id=() for none"
+        )
     if len(found) > EOS_LIMIT:
         raise ValueError(f"eos_token_id: {len(found)} tokens, at most {EOS_LIMIT}")
     return found

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +26,7 @@ from .handover import Handover, all_held
 from .kernel import Kernel
 from .model import Model, count_text
 from .pair_sums import PairSums
-from .rank_steps import compiled_seam
+from .rank_steps import compiled_seam, eager_seam
 from .ranks import Ranks
 from .report import PhasePlan, abstract_params, beside_note, cache_text, launch_lines, phase_plan, titled
 from .rows import size_text
@@ -36,15 +36,32 @@ from .steps import make_steps, packed
 __all__ = ["RankPlan", "make_rank_plan"]
 
 
+class Reading(NamedTuple):
+    """How prompts are read. weights: bytes of those that are not decoded with; converted: of copies among them. cache:
+    bytes, held while prompts are read."""
+
+    layout: str
+    weights: int
+    converted: int
+    cache: int
+
+    def lines(self) -> tuple[str, str]:
+        whose = "parts of the model that was given"
+        if self.converted:
+            whose = f"{size_text(self.converted)} of it converted copies"
+        weights = f"{size_text(self.weights)} of weights, {whose}" if self.weights else "the same weights"
+        return self.layout, f"with {weights}; caches of {size_text(self.cache)} more while they are read"
+
+
 @dataclass(frozen=True)
 class RankPlan:
-    """print(plan) is its text. weights, cache: bytes of this rank. shared: of weights that other ranks hold too, which
-    are read when these are compared. phases: what a call of each sends, as a trace has it, by name, with the agreement
-    before it, which `generate` has once; none where experts are dealt out, of which only the router says who sends
-    what. why_eager: None where steps are compiled; then `steps` has a plan of each, node by node, which is traced when
-    it is asked for. launches: how decode steps are, in lines, but on a CPU. reading: where prompts are read by a layout
-    of their own, what is said of it: its name, bytes of weights and of caches; "hand-over" is then a phase, once for
-    prompts of max_len tokens."""
+    """print(plan) is its text. weights, cache: bytes of this rank; converted: of weights, those of converted copies.
+    shared: of weights that other ranks hold too, which are read when these are compared. phases: what a call of each
+    sends, as a trace has it, by name, with the agreement before it, which `generate` has once; none where experts are
+    dealt out, of which only the router says who sends what. why_eager: None where steps are compiled; then `steps` has
+    a plan of each, node by node, which is traced when it is asked for. launches: how decode steps are, in lines, but on
+    a CPU. reading: where prompts are read by a layout of their own; "hand-over" is then a phase, once for prompts of
+    max_len tokens."""
 
     model: str
     mesh: str
@@ -53,6 +70,7 @@ class RankPlan:
     facts: tuple[str, ...]
     num_parameters: int
     weights: int
+    converted: int
     cache: int
     cache_text: str
     shared: int
@@ -62,7 +80,7 @@ class RankPlan:
     summed_by: Mapping[str, tuple[str, ...]]
     why_eager: str | None
     launches: tuple[str, ...]
-    reading: tuple[str, int, int] | None
+    reading: Reading | None
     trace: Callable[[], Mapping[str, PhasePlan]] = field(compare=False)
 
     @functools.cached_property
@@ -79,9 +97,10 @@ class RankPlan:
             f"program {self.model}   {'   '.join(self.facts)}",
             f"  mesh     {self.mesh}, rank {self.rank}",
             f"  layout   {self.layout}",
-            f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank",
+            f"  weights  {count_text(self.num_parameters)} parameters, {size_text(self.weights)} on this rank"
+            + (f", {size_text(self.converted)} of it converted copies" if self.converted else ""),
             f"  cache    {size_text(self.cache)} on this rank, {self.cache_text}",
-            *self._reading_lines(),
+            *(titled("prompts", self.reading.lines()) if self.reading else ()),
             "  runs     " + ("compiled, one graph a step" if self.why_eager is None else f"eagerly: {self.why_eager}"),
             f"  agrees   once a call; on {size_text(self.shared)} of weights, which other ranks hold too, when these "
             "may have changed",
@@ -118,16 +137,6 @@ class RankPlan:
                 lines += [*(f"  {note}" for note in step.notes), *step.lines()]
         return "\n".join(lines)
 
-    def _reading_lines(self) -> list[str]:
-        if self.reading is None:
-            return []
-        layout, weights, cache = self.reading
-        others = f"with {size_text(weights)} of weights, parts of the model that was given" if weights else ""
-        return [
-            f"  prompts  {layout}",
-            f"           {others or 'with the same weights'}; caches of {size_text(cache)} more while they are read",
-        ]
-
     __repr__ = __str__
 
 
@@ -152,7 +161,7 @@ def make_rank_plan(
     trace = Trace(Mesh(**dict(axes)).at(rank, transport))
     dry, dry_read = (Ranks(each.config, trace.mesh, each.layout, torch.device("meta")) for each in (ranks, reading))
     own_params = params
-    (params, moved), (params_read, _) = (
+    (params, moved), (params_read, moved_read) = (
         abstract_params(dataclasses.replace(model, params=each), target) for each in (params, params_read)
     )
     caches, caches_read = dry.caches(sizes, dtype), dry_read.caches(sizes, dtype)
@@ -165,7 +174,7 @@ def make_rank_plan(
     summed_by: dict[str, tuple[str, ...]] = {}
     for name, (each, weights, kept) in used.items() if not ranks.deals else ():
         trace.clear()
-        steps = make_steps(model.config, each.seam(tree.structure(weights), tree.structure(kept)))
+        steps = make_steps(model.config, eager_seam(each, tree.structure(weights), tree.structure(kept)))
         with torch.no_grad():
             dry.agreement.exchange([0] * COLUMNS)
             steps[name](*packed(weights, kept), *inputs[name])
@@ -193,8 +202,15 @@ def make_rank_plan(
     def bytes_of(of: Any) -> int:
         return sum(leaf.numel() * leaf.itemsize for leaf in tree.leaves(of))
 
-    others = bytes_of(params_read) if apart else 0
-    read = None if reading is ranks else (reading.layout.name, others, bytes_of(caches_read))
+    def converted(of: F.Decoder, moved: set[str]) -> int:
+        return bytes_of({path: leaf for path, leaf in tree.paths(of).items() if path in moved})
+
+    read = Reading(
+        layout=reading.layout.name,
+        weights=bytes_of(params_read) if apart else 0,
+        converted=converted(params_read, moved_read) if apart else 0,
+        cache=bytes_of(caches_read),
+    )
     return RankPlan(
         model=model.name,
         mesh=str(ranks.mesh),
@@ -208,6 +224,7 @@ def make_rank_plan(
         ),
         num_parameters=sum(leaf.numel() for leaf in tree.leaves(params)),
         weights=bytes_of(params),
+        converted=converted(params, moved),
         cache=bytes_of(caches),
         cache_text=cache_text(caches),
         shared=held,
@@ -216,7 +233,7 @@ def make_rank_plan(
         summed_by=summed_by,
         why_eager=why_eager,
         launches=_launches(model, sizes, target, how, sums.limit_s),
-        reading=read,
+        reading=None if reading is ranks else read,
         trace=traced,
     )
 

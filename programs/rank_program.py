@@ -25,24 +25,21 @@ should have been.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import functional as F
-from .. import sharding as sh
 from ..functional import tree
 from ..functional.cache import Cache
 from ..sharding import Layout, Mesh
 from ..sharding.opaque import Port
-from .agreement import OfRows, Said, during, named
+from .agreement import Said
 from .asked import Asked
-from .chooser import Choice, Chooser
+from .chooser import Chooser
 from .copies import COMPARE, MOVED, REPLACED, STREAMS, Copies
 from .generate import Unheard, now
 from .handover import Handover, all_held, check_whole, reads_others
@@ -51,21 +48,22 @@ from .model import Model
 from .pair_sums import PairSums
 from .phase import Phase
 from .program import Program
-from .prompts import end_tokens
-from .rank_chooser import RankChooser, choose_inside_ranks
+from .rank_chooser import RankChooser
+from .rank_held import RankHeld
 from .rank_plan import RankPlan, make_rank_plan
-from .rank_steps import compiled_seam, why_calls
+from .rank_steps import compiled_seam, eager_seam, why_calls
 from .ranks import Ranks
-from .replay import OverdueError, Replay, replay_of
 from .report import PhasePlan
 from .sizes import Sizes
 from .steps import State, make_steps, packed
-from .weights import Place, Weights
+from .weights import Weights
 
 __all__ = ["RankProgram"]
 
+T = TypeVar("T")
 
-class RankProgram(Program):
+
+class RankProgram(RankHeld, Program):
     """A rank's own. params: its shards; may be set to others, or to a whole model's, as they must where prompts are
     read with other parts. why_eager: None where it is compiled. prefill_layout: by which prompts are read, `layout`
     unless given; caches are then handed over to it. ranks, reading: by which a rank decodes and reads prompts.
@@ -89,21 +87,16 @@ class RankProgram(Program):
         layout: Layout,
         prefill_layout: Layout | None = None,
     ) -> None:
-        self.why_eager, self._all = why_eager, sizes
-        self._at, self._steps_taken = "build", 0
-        self._captured_at: list[Place] | None = None
-        ranks, reading = (Ranks(model.config, mesh, each or layout, device) for each in (layout, prefill_layout))
-        own = dataclasses.replace(model, params=ranks.params(model.params))
-        others = prefill_layout is not None and reads_others(reading, ranks, model.params)
-        read = reading.params(model.params) if others else own.params
-        self._copies = Copies(*all_held((ranks, own.params), (reading, read)), ranks.agreement)
-        self._copies.compare("build")
+        self.why_eager, self._sizes_of_all = why_eager, sizes
         self.sums, self._why_calls = PairSums(mesh, layout, device, dtype), why_calls(mesh, device)
-        mesh = self.sums.mesh
-        self.ranks = self.reading = Ranks(model.config, mesh, layout, device)
+        self.ranks = self.reading = Ranks(model.config, self.sums.mesh, layout, device)
         if prefill_layout is not None:
-            self.reading = Ranks(model.config, mesh, prefill_layout, device)
-        self._port = Port(mesh) if why_eager is None else None
+            self.reading = Ranks(model.config, self.sums.mesh, prefill_layout, device)
+        self._port = Port(self.sums.mesh) if why_eager is None else None
+        own = dataclasses.replace(model, params=self.ranks.params(model.params))
+        others = reads_others(self.reading, self.ranks, model.params)
+        read = self.reading.params(model.params) if others else own.params
+        self._copies = Copies(*all_held((self.ranks, own.params), (self.reading, read)), self.ranks.agreement)
         super().__init__(own, self.ranks.sizes(sizes), device, dtype, kernels, strict, why_eager is None)
         self.batch, self._rows_read = sizes.batch, self.reading.sizes(sizes).batch
         self._weights_read = self._weights if read is own.params else Weights(read, device, dtype)
@@ -142,7 +135,7 @@ class RankProgram(Program):
     def _make_plan(self) -> RankPlan:
         by = (self.ranks, self.params), (self.reading, self._weights_read.params)
         how = self.why_eager, self._why_calls
-        return make_rank_plan(self.model, by, self._all, self.target, self.kernels, how, self.sums)
+        return make_rank_plan(self.model, by, self._sizes_of_all, self.target, self.kernels, how, self.sums)
 
     def planned(self, phase: str) -> PhasePlan:
         if self.why_eager is not None:
@@ -153,7 +146,9 @@ class RankProgram(Program):
         return str(self.plan)
 
     def warm_up(self) -> None:
-        """Allocate what steps need, compile both phases, and capture decode where it is replayed."""
+        """Compare what several ranks hold, allocate what steps need, compile both phases, and capture decode where it
+        is replayed. Raises on every rank where one fails."""
+        self._copies.compare("build")
         with self._alone():
             start = now(self.device)
             for weights in dict.fromkeys((self._weights, self._weights_read)):
@@ -162,73 +157,12 @@ class RankProgram(Program):
             self._capture(self._inputs(), self._made_for)
             self.build_seconds = now(self.device) - start
 
-    def _capture(self, *given: Any) -> None:
-        """All ranks at once, since a warm-up sends. Raises on every rank where one fails."""
-        if self._replay is None:
-            return
-        self._capture_again([rank for rank, moved in self.ranks.beside(self._moved) if moved])
-        try:
-            super()._capture(*given)
-            self._captured_at = self._weights.read_at()
-        except Exception:
-            self.ranks.agreement.refuse("build")
-            raise
-        self.ranks.agreement.check("build", {"what to capture": "decode"})
-
-    @property
-    def _moved(self) -> bool:
-        """Whether graphs read where some leaf lies no more."""
-        return self._captured is not None and self._captured_at != self._weights.read_at()
-
-    def _capture_again(self, moved: list[int]) -> None:
-        """moved: the ranks on which a leaf did, the same list on all that capture together."""
-        if self._captured is not None and moved:
-            self._captured.drop(f"leaves moved on {named(moved)}")
-            self._captured_at = self._weights.read_at()
-
-    @functools.cached_property
-    def _replay(self) -> Replay | None:
-        return None if self._why_calls else replay_of(self.device, self.compiled, self.sums.limit_s)
-
-    def _others_failed(self, failed: bool) -> str:
-        """Of the ranks that have the same rows: with others no step meets."""
-        with during("the agreement of ranks on a graph"):
-            others = [rank for rank, found in self.ranks.beside(failed) if found and rank != self.ranks.mesh.rank]
-        return f"{named(others)} raised, and says why" if others else ""
-
-    def _choose_inside(self, state: State, fed: Tensor, eos: Tensor, choice: Choice, graph: int) -> State:
-        return choose_inside_ranks(self.ranks, state, fed, eos, choice, graph, self.target.compiled_for)
-
-    def close(self) -> None:
-        """As of any program; where ranks have mapped each other's memory (`plan.sums`), all of them close together."""
-        super().close()
-        if self._port is not None:
-            self._port.close()
-        self.sums.close(together=True)
-
-    def _lost(self, error: OverdueError) -> sh.TransportError:
-        """A launch waits for a peer for ever: nothing more is to be had of the device, nor released."""
-        self._closed = True
-        self.sums.abandon()
-        return sh.TransportError(
-            f"rank {self.ranks.mesh.rank}: {error}\n"
-            "    a peer is gone, was slower than the time limit, or made another call, and this rank's graph waits for "
-            f"it     mesh: {self.ranks.mesh}\n    fix: end all ranks and build the program again"
-        )
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None:  # the others may not come
-            self.sums.close(together=False)
-        super().__exit__(*error)
-
     def _compile(self, function: str, *phases: Phase) -> None:
         """Each rank in its own time, with nothing sent. Raises on every rank where one fails. function: in which."""
         if self._port is None:
             return
         try:
-            left = [f"{phase.name} {line}" for phase in phases for line in self.planned_left(phase.name) or ()]
-            if self.strict and left:
-                raise ValueError("build(strict=True): no kernel for\n    " + "\n    ".join(left))
+            self._check_planned(*phases)
             with self._port.silent():
                 for phase in phases:
                     phase.step(*self._inputs(), *self._idle(phase))
@@ -245,20 +179,20 @@ class RankProgram(Program):
         return self.ranks.idle(super()._idle(phase), self.dtype)
 
     def _caches(self) -> tuple[Cache, ...]:
-        return self.ranks.caches(self._all, self.dtype)
+        return self.ranks.caches(self._sizes_of_all, self.dtype)
 
     def _steps(self) -> dict[str, Callable[..., Any]]:
         if self._port is not None:
             return make_steps(self.model.config, compiled_seam(self.ranks, self._port.mesh, self.sizes.chunk))
-        structures = [tree.structure(x) for x in (self.model.params, self.cache)]
-        found = {ranks: make_steps(self.model.config, ranks.seam(*structures)) for ranks in (self.reading, self.ranks)}
-        return {**found[self.reading], "decode": found[self.ranks]["decode"]}
+        trees = [tree.structure(x) for x in (self.model.params, self.cache)]
+        read, run = (make_steps(self.model.config, eager_seam(each, *trees)) for each in (self.reading, self.ranks))
+        return {**read, "decode": run["decode"]}
 
     def _inputs_read(self) -> tuple[Any, Any]:
         """Caches of a layout of prompts hold memory no longer than these are read."""
         if self._over is None:
             return self._inputs()
-        return self._weights_read.live(), packed(self.params, self.reading.caches(self._all, self.dtype))[1]
+        return self._weights_read.live(), packed(self.params, self.reading.caches(self._sizes_of_all, self.dtype))[1]
 
     def _start(self) -> State:
         self._session += 1
@@ -267,55 +201,36 @@ class RankProgram(Program):
 
     # What ranks tell each other before a call.
 
-    def _agree(self, function: str, read: Callable[[], Mapping[str, Any]], *, streams: bool = False) -> list[Said]:
+    def _agree(
+        self, function: str, read: Callable[[], T], tell: Callable[[T], Mapping[str, Any]], *, streams: bool = False
+    ) -> tuple[T, list[Said]]:
         """Raise on every rank where one refuses what it was told, or was told otherwise than others, or has other
-        weights. read: what it was told, checked, by argument. -> what each rank said."""
+        weights. read: finds and checks it. tell: what of it must be alike, by argument. -> what was read, and what each
+        rank said."""
+        self._at = function
         try:
             self._check_open()
             self.sums.check()
-            told = read()
+            found = read()
         except Exception:
             self.ranks.agreement.refuse(function)
             raise
         flags = (STREAMS if streams else 0) | (MOVED if self._moved else 0)
-        every = self.ranks.agreement.check(function, told, self._copies.said(secrets.randbits(63), flags))
+        every = self.ranks.agreement.check(function, tell(found), self._copies.said(secrets.randbits(63), flags))
         self._copies.check(function, every)
         self._capture_again([rank for rank, said in enumerate(every) if said.flags & MOVED])
-        return every
+        return found, every
 
-    def _prefill(self, prompts: Any, *, attention_mask: Tensor | None = None, eos_token_id: Any = ()) -> State:
-        """As of one rank."""
-
-        def read() -> dict[str, Any]:
-            return {"prompts": self._prompts(prompts, attention_mask).rows, "eos_token_id": end_tokens(eos_token_id)}
-
-        self._agree("prefill", read)
-        return super()._prefill(prompts, attention_mask=attention_mask, eos_token_id=eos_token_id)
-
-    def _decode(self, state: State, *, eos_token_id: Any = ()) -> State:
-        """As of one rank; of ranks that have the same rows, states are the same."""
-
-        def read() -> dict[str, Any]:
-            self._check_state(state)
-            rows = OfRows((state.token.tolist(), state.position.tolist()))
-            return {"state.token, state.position": rows, "eos_token_id": end_tokens(eos_token_id)}
-
-        self._agree("decode", read)
-        return super()._decode(state, eos_token_id=eos_token_id)
-
-    def score(self, prompts: Any, *, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """As of one rank: of all rows, on every rank."""
-        self._agree("score", lambda: {"prompts": self._prompts(prompts, attention_mask).rows})
-        self._at = "score"
-        return super().score(prompts, attention_mask=attention_mask)
+    def _told(self, function: str, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return self._agree(function, read, lambda told: told)[0]
 
     def _asked(self, **given: Any) -> Asked:
-        asked: Asked
-
-        def read() -> dict[str, Any]:
-            nonlocal asked
+        def read() -> Asked:
             asked = Program._asked(self, **given)
             self._check(asked)
+            return asked
+
+        def tell(asked: Asked) -> dict[str, Any]:
             return {
                 "prompts": asked.read.rows,
                 "max_new_tokens": asked.max_new_tokens,
@@ -325,25 +240,13 @@ class RankProgram(Program):
                 "options of sampling": dict(sorted(asked.options.items())),
             }
 
-        every = self._agree("generate", read, streams=given["streamer"] is not None)
+        asked, every = self._agree("generate", read, tell, streams=given["streamer"] is not None)
         options, streamer = dict(asked.options), asked.streamer
         if options.get("do_sample") and options.get("seed") is None:
             options["seed"] = every[0].number
         if streamer is None and any(said.flags & STREAMS for said in every):
             streamer = Unheard()  # so that this rank too sees the end of a row at once
         return dataclasses.replace(asked, options=options, streamer=streamer)
-
-    # Where this rank is, for what it says of a peer that is not.
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with super()._alone(), during(lambda: self._at):
-            try:
-                yield
-            except OverdueError as error:
-                raise self._lost(error) from error
-            if not self._closed:
-                self.sums.check()  # before a caller sees a result
 
     def _run_prefill(
         self, inputs: tuple[Any, Any], state: State, rows: list[list[int]], eos: Tensor, most: int = 0
@@ -361,17 +264,6 @@ class RankProgram(Program):
     def _decode_step(self, inputs: tuple[Any, Any], state: State, eos: Tensor, tokens: int) -> State:
         self._step(1)
         return super()._decode_step(inputs, state, eos, tokens)
-
-    def _launch(
-        self, inputs: tuple[Any, Any], state: State, eos: Tensor, n: int, options: int
-    ) -> tuple[State, Tensor, Tensor]:
-        self._step(n)
-        return super()._launch(inputs, state, eos, n, options)
-
-    def _step(self, n: int) -> None:
-        first, self._steps_taken = self._steps_taken + 1, self._steps_taken + n
-        which = f"step {first}" if n == 1 else f"steps {first} to {first + n - 1}"
-        self._at = f"decode, {which} after prefill"
 
     def _check(self, asked: Asked) -> None:
         """Raise for what cannot be done over ranks."""

@@ -1,13 +1,15 @@
-"""The steps of a program over ranks as they are compiled: one graph a step, with exchanges in it.
+"""How the steps of a program over ranks reach the others: eagerly, each exchange where the layout has it; or compiled,
+one graph a step, with exchanges in it.
 
-Ranks must be processes: Dynamo is not safe among threads. What an exchange does is no part of the graph, it is one node
-(`sharding.opaque`).
+To be compiled, ranks must be processes: Dynamo is not safe among threads. What an exchange does is no part of the
+graph, it is one node (`sharding.opaque`).
 
 Letters: B batch, S tokens, C tokens of a chunk, Z vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +17,15 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from .. import sharding as sh
+from ..functional import tree
 from ..sharding import Layout, Mesh, ProcessGroup
 from ..sharding.layouts import WHOLE
 from ..sharding.wires import LayoutWire
 from .ranks import Ranks
 from .steps import Seam, donating_layer, last_token
 
-__all__ = ["compiled_seam", "why_calls", "why_eager"]
+__all__ = ["compiled_seam", "eager_seam", "why_calls", "why_eager"]
 
 
 def why_eager(ranks: Ranks, prefill_layout: Layout | None = None) -> str | None:
@@ -43,6 +47,39 @@ def why_calls(mesh: Mesh, device: torch.device) -> str | None:
     return transport.why_not_captured(device.type) if isinstance(transport, ProcessGroup) else None
 
 
+def eager_seam(ranks: Ranks, params: Any, caches: Any) -> Seam:
+    """params, caches: the structures of trees that steps take packed."""
+
+    def layer(cfg: F.DecoderConfig, core: Any) -> Any:
+        def run(params: Any, x: Tensor, cfg: F.LayerConfig, *, cache: Any, **given: Any) -> Any:
+            x, new = F.layer(params, x, cfg, cache=cache, **given)
+            for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):
+                old.copy_(value)
+            return x, cache
+
+        return run
+
+    def backbone(packed: F.Decoder, tokens: Tensor, cfg: F.DecoderConfig, *, cache: Any, **given: Any) -> Any:
+        whole = tree.unflatten(params, tree.leaves(packed))
+        kept = tree.unflatten(caches, tree.leaves(cache))
+        model = sh.shard(F.backbone, ranks.layout, ranks.mesh, S=tokens.shape[1])
+        return model(whole, ranks.mine(tokens), cfg, cache=kept, **given)
+
+    def last(x: Tensor, last: Tensor, tokens: int) -> Tensor:
+        if not ranks.tokens:
+            return last_token(x, last, tokens)
+        here = ranks.mine(torch.arange(tokens, device=x.device)[None]) == last.clamp_min(0)[:, None]
+        x_BD = torch.where(here[..., None], x, 0).sum(1)
+        return sh.reshard(x_BD, f"B D +{'+'.join(ranks.tokens)} -> B D", ranks.mesh)
+
+    def logprob(logits: Tensor, targets: Tensor) -> Tensor:
+        tokens = targets.shape[1]
+        found = F.token_logprob(logits, ranks.mine(targets), wire=ranks.wire(tokens))
+        return sh.reshard(found, f"B {ranks.split} -> B S", ranks.mesh, S=tokens) if ranks.tokens else found
+
+    return Seam(layer, backbone, last, _choosing(ranks.choice), logprob)
+
+
 def compiled_seam(ranks: Ranks, mesh: Mesh, chunk: int) -> Seam:
     """mesh: of a `Port`. chunk: tokens a row of a prefill call."""
     fixed: Any = {"ordered": False, "moves": False, "device": ranks.device}
@@ -62,11 +99,18 @@ def compiled_seam(ranks: Ranks, mesh: Mesh, chunk: int) -> Seam:
     def backbone(params: F.Decoder, tokens: Tensor, cfg: F.DecoderConfig, **given: Any) -> Any:
         return F.backbone(params, tokens, cfg, wire=wires[tokens.shape[1]], **given)
 
-    def choose(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=choices[1]))
-        return token, logprob, F.advance(token, logprob, positions, eos_token_id)
-
     def logprob(logits: Tensor, targets: Tensor) -> Tensor:
         return F.token_logprob(logits, targets, wire=choices[targets.shape[1]])
 
-    return Seam(layer, backbone, last_token, choose, logprob)
+    return Seam(layer, backbone, last_token, _choosing(choices[1]), logprob)
+
+
+def _choosing(wire: LayoutWire) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`F.sample_advance` of logits whose vocabulary lies as a wire says."""
+
+    def choose(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """logits `B Z` of this rank, positions `B` -> token, log-probability and position, `B` each."""
+        token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=wire))
+        return token, logprob, F.advance(token, logprob, positions, eos_token_id)
+
+    return choose

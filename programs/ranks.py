@@ -23,7 +23,7 @@ from ..sharding.spec import Atom, Spec, parse
 from ..sharding.wires import LayoutWire
 from .agreement import Agreement
 from .sizes import Sizes, by_channel
-from .steps import Seam, State, last_token
+from .steps import State
 
 __all__ = ["Ranks", "check_layout", "check_mesh", "check_ranks"]
 
@@ -31,7 +31,8 @@ __all__ = ["Ranks", "check_layout", "check_mesh", "check_ranks"]
 class Ranks:
     """One rank among those of a mesh, by a layout.
 
-    config: of the whole model. rows, tokens: the axes of more than one rank that split these, major to minor.
+    config: of the whole model. rows, tokens: the axes of more than one rank that split these, major to minor. split:
+    how the layout writes its tokens, `S/u`.
     """
 
     def __init__(self, cfg: F.DecoderConfig, mesh: sh.Mesh, layout: sh.Layout, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class Ranks:
         lies = {atom.name: atom for atom in parse(layout["tokens"][0]).atoms}
         self._rows, tokens = Spec(((lies["B"],),)), lies["S"]
         self.rows, self.tokens = (tuple(axis for axis in lies[letter].axes if mesh[axis] > 1) for letter in ("B", "S"))
-        self._split, self._wires = str(tokens), dict[int, Any]()
+        self.split, self._wires = str(tokens), dict[int, Any]()
         self.agreement = Agreement(mesh, device, self.rows)
 
     @property
@@ -143,43 +144,7 @@ class Ranks:
         """The rows of it that this rank has."""
         return self.choice.own("Z") or Own(0, self.config.vocab_size, self.config.vocab_size)
 
-    def seam(self, params: Any, caches: Any) -> Seam:
-        """params, caches: the structures of trees that steps take packed."""
-
-        def layer(cfg: F.DecoderConfig, core: Any) -> Any:
-            def run(params: Any, x: Tensor, cfg: F.LayerConfig, *, cache: Any, **given: Any) -> Any:
-                x, new = F.layer(params, x, cfg, cache=cache, **given)
-                for old, value in zip(tree.leaves(cache), tree.leaves(new), strict=True):
-                    old.copy_(value)
-                return x, cache
-
-            return run
-
-        def backbone(packed: F.Decoder, tokens: Tensor, cfg: F.DecoderConfig, *, cache: Any, **given: Any) -> Any:
-            whole = tree.unflatten(params, tree.leaves(packed))
-            kept = tree.unflatten(caches, tree.leaves(cache))
-            model = sh.shard(F.backbone, self.layout, self.mesh, S=tokens.shape[1])
-            return model(whole, self._mine(tokens), cfg, cache=kept, **given)
-
-        def last(x: Tensor, last: Tensor, tokens: int) -> Tensor:
-            if not self.tokens:
-                return last_token(x, last, tokens)
-            here = self._mine(torch.arange(tokens, device=x.device)[None]) == last.clamp_min(0)[:, None]
-            x_BD = torch.where(here[..., None], x, 0).sum(1)
-            return sh.reshard(x_BD, f"B D +{'+'.join(self.tokens)} -> B D", self.mesh)
-
-        def choose(logits: Tensor, positions: Tensor, eos_token_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            token, logprob = (x[:, 0] for x in F.best_token(logits[:, None], wire=self.choice))
-            return token, logprob, F.advance(token, logprob, positions, eos_token_id)
-
-        def logprob(logits: Tensor, targets: Tensor) -> Tensor:
-            tokens = targets.shape[1]
-            found = F.token_logprob(logits, self._mine(targets), wire=self.wire(tokens))
-            return sh.reshard(found, f"B {self._split} -> B S", self.mesh, S=tokens) if self.tokens else found
-
-        return Seam(layer, backbone, last, choose, logprob)
-
-    def _mine(self, x: Tensor) -> Tensor:
+    def mine(self, x: Tensor) -> Tensor:
         """Of `B S` the tokens that this rank has."""
         return self.wire(x.shape[1]).mine(x) if self.tokens else x
 

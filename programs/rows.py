@@ -24,7 +24,7 @@ __all__ = ["PlanBlock", "PlanRow", "Reader", "bytes_of", "ranges", "reads_text",
 @dataclass(frozen=True)
 class PlanRow:
     """One node. reads: bytes of parameters that it reads; state: of what does not grow with context, all of it;
-    context: of a full cache. writes: bytes of cache. kernel: its name, or why there is none. at_most: whether `reads`
+    context: of a full cache. writes: bytes of cache. kernel: see `lower.choose`. at_most: whether `reads`
     depends on what tokens choose."""
 
     names: str

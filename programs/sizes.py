@@ -53,16 +53,18 @@ def target_of(device: torch.device, dtype: torch.dtype) -> Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """batch: rows. max_len: tokens a row. chunk: tokens of a row that a prefill call takes, max_len at most."""
+    """batch: rows. max_len: tokens a row. chunk: tokens of a row that a prefill call takes, max_len at most.
+    Made by `of`."""
 
     batch: int
     max_len: int
     chunk: int
 
-    def __post_init__(self) -> None:
-        for name in ("batch", "max_len", "chunk"):
-            check_positive("build", **{name: getattr(self, name)})
-        object.__setattr__(self, "chunk", min(self.chunk, self.max_len))
+    @classmethod
+    def of(cls, function: str, *, batch: int, max_len: int, chunk: int) -> Sizes:
+        """As `function` was told them. Raises `ValueError` for what is no positive integer."""
+        check_positive(function, batch=batch, max_len=max_len, chunk=chunk)
+        return cls(batch, max_len, min(chunk, max_len))
 
     @property
     def slots(self) -> int:

@@ -287,9 +287,11 @@ def bind(spec: Spec, shape: Sequence[int], sizes: Mapping[str, int], axes: Axes,
         span = (dim[0].span[0], dim[-1].span[1])
         word = " ".join(atom.name for atom in dim)
         if not unknown and product != n:
+            other = f"{word}={n}" if len(dim) == 1 else f"other sizes of {word}"
             raise SpecError(
                 f"{what} does not fit its spec: {word} is {product}, but the tensor has {n} ({numbers})",
                 spec.text, span, mesh=text_of(axes, spec), known=known(sizes),
+                fix=f"{product} there, of all ranks together, or {other} everywhere else",
             )  # fmt: skip
         if len(unknown) == 1 and len(dim) > 1 and (product == 0 or n % product):
             raise SpecError(

@@ -230,10 +230,24 @@ def text_of(figure: dict[str, Any]) -> str:
     return f"{head} {told}{tail}"
 
 
+def seconds(text: str) -> float:
+    found = float(text)
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"a finite number of seconds above 0 is needed, not {text}")
+    return found
+
+
+def folder(text: str) -> Path:
+    found = Path(text)
+    if found.exists() and not found.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file, and a folder is needed")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu-figures"))
-    parser.add_argument("--budget", type=float, default=330)
+    parser.add_argument("--out", type=folder, default=Path("gpu-figures"))
+    parser.add_argument("--budget", type=seconds, default=330)
     parser.add_argument("--only", default="")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -86,6 +86,22 @@ def test_without_a_device(scripts, monkeypatch):
         gpu.main()
 
 
+def test_arguments_that_are_none(scripts, monkeypatch, capsys):
+    _, gpu, _ = scripts
+    said = []
+    for wrong in (["--budget", "nan"], ["--budget", "-1"], ["--budget", "x"], ["--out", __file__]):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *wrong])
+        with pytest.raises(SystemExit):
+            gpu.main()
+        said.append(capsys.readouterr().err.splitlines()[-1].replace(__file__, "FILE"))
+    assert said == [
+        "gpu.py: error: argument --budget: a finite number of seconds above 0 is needed, not nan",
+        "gpu.py: error: argument --budget: a finite number of seconds above 0 is needed, not -1",
+        "gpu.py: error: argument --budget: invalid seconds value: 'x'",
+        "gpu.py: error: argument --out: FILE is a file, and a folder is needed",
+    ]
+
+
 def test_sections_are_measured_in_turn_within_the_budget(scripts, monkeypatch):
     """One that dies, one that takes too long and one for which no time is left are lines, and no more; a model is
     measured when none is built any more, a kernel before."""

@@ -54,6 +54,8 @@ def test_prompts(eager):
         message(generate, {"tokens": [[1]]}),
         message(generate, [[1, True]]),
         message(generate, [[1]], eos_token_id=[3.7]),
+        message(generate, [[1]], eos_token_id=[3, 97]),
+        message(eager.prefill, [[1]], eos_token_id=-1),
     ]
     assert_expected_inline(
         "\n\n".join(found),
@@ -112,7 +114,13 @@ prompts: a mapping needs input_ids, it has tokens
 
 prompts[0][1]: a token id is an integer, not True
 
-eos_token_id: an integer or a list of them is needed, not [3.7]""",
+eos_token_id: an integer or a list of them is needed, not [3.7]
+
+eos_token_id: token id 97 is outside the vocabulary of 97, and would end no row
+    fix: eos_token_id=() for none
+
+eos_token_id: token id -1 is outside the vocabulary of 97, and would end no row
+    fix: eos_token_id=() for none""",
     )
     assert all(torch.equal(c.k.view(torch.int32), b) for c, b in zip(eager.cache, before, strict=True))
 
@@ -123,6 +131,7 @@ def test_build(tiny, monkeypatch):
         message(programs.build, model, batch=0),
         message(programs.build, model, max_len=1.5),
         message(programs.build, model, dtype=torch.int8),
+        message(programs.plan, model, batch="3"),
         message(programs.plan, model, dtype=torch.int8),
         message(programs.build, model, dtype="bfloat16"),
         message(programs.build, model, device="cuda"),
@@ -153,6 +162,8 @@ build(max_len=...): a positive integer is needed, not 1.5
 
 build(dtype=torch.int8): cpu cannot run it
     known: torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+plan(batch=...): a positive integer is needed, not '3'
 
 plan(dtype=torch.int8): cpu cannot run it
     known: torch.float32, torch.bfloat16, torch.float16, torch.float64

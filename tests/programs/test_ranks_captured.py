@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
 from meshfn import sharding as sh
-from meshfn.programs import pair_sums, rank_plan, rank_program, rank_steps, replay
+from meshfn.programs import pair_sums, rank_held, rank_plan, rank_steps, replay
 from meshfn.programs.pair_sums import PairSums
 from meshfn.programs.ranks import Ranks
 from meshfn.programs.sizes import Sizes, Target
@@ -43,7 +43,7 @@ CASES = [
 @pytest.fixture
 def captured(monkeypatch):
     """Programs over ranks replay their decode; each rank by a replay of its own."""
-    monkeypatch.setattr(rank_program, "replay_of", lambda *_: Recorded())
+    monkeypatch.setattr(rank_held, "replay_of", lambda *_: Recorded())
 
 
 def over(axes, body):
@@ -199,7 +199,7 @@ def test_a_launch_that_never_ends(monkeypatch):
         def replay(self, name: Any) -> None:
             raise replay.OverdueError("a launch did not end within 60 s")
 
-    monkeypatch.setattr(rank_program, "replay_of", lambda *_: Late())
+    monkeypatch.setattr(rank_held, "replay_of", lambda *_: Late())
 
     def body(at):
         program, said = build(of, dense, at), []
@@ -232,7 +232,7 @@ def test_a_capture_that_fails_on_one_rank_fails_on_both(monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     here = threading.local()
-    monkeypatch.setattr(rank_program, "replay_of", lambda *_: Failing() if here.rank == 1 else Recorded())
+    monkeypatch.setattr(rank_held, "replay_of", lambda *_: Failing() if here.rank == 1 else Recorded())
 
     def body(at):
         here.rank = at.rank

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from meshfn import programs
 from meshfn import sharding as sh
-from meshfn.programs import dynamo, rank_program, rank_steps
+from meshfn.programs import dynamo, rank_held, rank_program, rank_steps
 from meshfn.programs.exchanges import in_order, is_exchange
 from meshfn.programs.lower import with_table
 from meshfn.programs.pair_sums import PairSums
@@ -93,7 +93,7 @@ def interleaved():
 def replayed():
     """Decode as one graph, by the host: whether tokens are right, how often it compiled, captures, and whether a launch
     of eight steps sends what eight do."""
-    with as_traced(), mock.patch.object(rank_program, "replay_of", side_effect=lambda *_: HostReplay()):
+    with as_traced(), mock.patch.object(rank_held, "replay_of", side_effect=lambda *_: HostReplay()):
         pair = Pair(*HYBRID)
         mesh, cpu = gloo.mesh_of(tp=2), torch.device("cpu")
         assert rank_steps.why_calls(mesh, cpu) == "gloo exchanges through the host"

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from meshfn import functional as F
 from meshfn import programs
 from meshfn import sharding as sh
+from meshfn.programs.rows import size_text
 
 from ..sharding.test_latent_models import HEADS, LATENT, MLP, MOE
 from ..sharding.test_recurrent_models import DELTA, KIMI, NEXT, PLAIN
@@ -127,7 +128,7 @@ def test_each_rank_has_what_one_rank_has_of_its_rows_and_heads(case):
     def body(at):
         program = build(case, at, of)
         program.prefill(PROMPTS)
-        return program.cache, program.ranks.cache_specs(program._all), program.ranks.own(4)
+        return program.cache, program.ranks.cache_specs(program._sizes_of_all), program.ranks.own(4)
 
     mesh = sh.Mesh(**axes)
     for rank, (caches, specs, own) in enumerate(sh.Threads(mesh).run(body)):
@@ -194,6 +195,18 @@ program tiny   float64   batch 4   max_len 40   chunk 4
   runs     eagerly: ranks are threads, among which the compiler is not safe
    0 exchanges, sends 0 B, receives 0 B""",
     )
+
+
+def test_the_plan_says_which_weights_are_converted():
+    def body(at):
+        program = build(list(CASES)[1], at, dtype=torch.float32)
+        held = program._weights, program._weights_read
+        lines = str(program).splitlines()
+        return [size_text(sum(leaf.nbytes for leaf in each._converted.values())) for each in held], lines[3], lines[6]
+
+    ours, read = (found := sh.Threads(sh.Mesh(tp=4)).run(body)[0])[0]
+    assert found[1].endswith(f"{ours} on this rank, {ours} of it converted copies")
+    assert f"with {read} of weights, {read} of it converted copies; caches of" in found[2]
 
 
 def test_what_cannot_be_handed_over():

@@ -232,7 +232,8 @@ generate(pad_token_id='x'): a token id below 97 is needed
 
 generate(pad_token_id=97): a token id below 97 is needed
 
-eos_token_id: 1180591620717411303424 is no token id
+eos_token_id: token id 1180591620717411303424 is outside the vocabulary of 97, and would end no row
+    fix: eos_token_id=() for none
 
 generate(streamer=...): an object with put and end is needed, not int""",
     )

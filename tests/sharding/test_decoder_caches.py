@@ -240,6 +240,7 @@ cache[3].k does not fit its spec: K is 4, but the tensor has 8 (2 16 8 4)
     B T K/u E
         ^^^
     mesh: u=2     sizes: D=10 H=8 K=4 G=2 E=4 V=4 A=2 B=2 T=16
+    fix: 4 there, of all ranks together, or K=8 everywhere else
 --- on a rank
 decoder(cache=...): cache[0].q does not fit its spec: rank 0 holds B 6 3, but it is 2 12 3
     B (K/u E) U -> B (K/u E) U

@@ -234,6 +234,7 @@ cache.q does not fit its spec: K E is 6, but the tensor has 12 (2 12 3)
     B (K/u E) U
        ^^^^^
     mesh: u=2     sizes: D=10 K=2 H=4 G=2 E=3 V=4 W=4 U=3 Y=1 M=22 J=4 I=1 B=2
+    fix: 6 there, of all ranks together, or other sizes of K E everywhere else
 
 gdn(cache=...): a GDNCache is needed, not KVCache, of another kind of layer
     fix: empty_caches(configs, ...) makes one a layer
@@ -242,6 +243,7 @@ cache.state does not fit its spec: V is 4, but the tensor has 3 (2 4 3 4)
     B (K/u G) V E
               ^
     mesh: u=2     sizes: D=10 K=2 H=4 G=2 E=3 V=4 W=4 U=3 Y=1 M=22 J=4 I=1 B=2
+    fix: 4 there, of all ranks together, or V=3 everywhere else
 
 gdn: segment_ids with a cache
     fix: give each document a row of the cache
@@ -249,7 +251,8 @@ gdn: segment_ids with a cache
 cache.q does not fit its spec: K E is 6, but the tensor has 12 (2 12 3)
     B (K E) U
        ^^^
-    mesh: u=2     sizes: D=10 K=2 H=4 G=2 E=3 V=4 W=4 U=3 Y=1 M=22 J=4 I=1 B=2""",
+    mesh: u=2     sizes: D=10 K=2 H=4 G=2 E=3 V=4 W=4 U=3 Y=1 M=22 J=4 I=1 B=2
+    fix: 6 there, of all ranks together, or other sizes of K E everywhere else""",
     )
 
 

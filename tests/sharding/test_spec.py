@@ -376,7 +376,7 @@ def test_what_simulate_is_handed():
 B S [+u] | args[0]: a whole value is needed here, not a pending sum | mesh: g=2 u=2     fix: drop it: the value is whole outside, and every rank gets its shard of it
 B S/u | args[0] has 3 dimensions (1 4 6), its spec 2 | mesh: g=2 u=2
  | simulate: 2 arguments, but in_specs has 1 | fix: one spec an argument
-[B] T | args[1] does not fit its spec: B is 4, but the tensor has 3 (3 6) | mesh: g=2 u=2     sizes: B=4 S=6
+[B] T | args[1] does not fit its spec: B is 4, but the tensor has 3 (3 6) | mesh: g=2 u=2     sizes: B=4 S=6     fix: 4 there, of all ranks together, or B=3 everywhere else
 B ([K/u G]) | args[0]: (K G) is 6, which does not factor: 4 does not divide it | mesh: g=2 u=2     sizes: K=4 B=4     fix: pass G=..., or another size
  | args[0] is int, and its spec "B S/u" is of one tensor | fix: a tree of specs (params.specs()), or None: every rank gets all of it
  | args[0] is a tree of 2 leaves, and its spec "B S/u" is of one tensor | fix: a tree of specs (params.specs()), or None: every rank gets all of it

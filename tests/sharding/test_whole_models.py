@@ -55,6 +55,29 @@ def named(case):
     return f"{layout.name} on {sh.Mesh(**axes)}"
 
 
+def test_a_layer_of_ones_own_hands_its_wire_on():
+    """One that does not would compute with a rank's own tokens and weights alone, and say nothing."""
+    layout, mesh, (cfg, params) = sh.ulysses(**tp), sh.Mesh(u=2, tp=2), models.model(*DENSE)
+    ids = torch.arange(8)[None] % cfg.vocab_size
+
+    def hands_on(*args, **given):
+        return F.layer(*args, **given)
+
+    def forgets(*args, wire, **given):
+        return F.layer(*args, **given)
+
+    run = sh.simulate(sh.shard(F.decoder, layout, mesh, S=8), mesh)
+    equal(run(params, ids, cfg, layer=hands_on)[0], F.decoder(params, ids, cfg, layer=forgets)[0])
+    with pytest.raises(ValueError, match="asks nothing") as error:
+        run(params, ids, cfg, layer=forgets)
+    assert_expected_inline(
+        str(error.value),
+        """\
+decoder(layer=...): it asks nothing of its wire, so that under a layout a rank would see its own tokens and weights alone
+    fix: hand wire on, F.layer(..., wire=wire) or F.mlp(..., wire=wire.scope('mlp'))""",
+    )
+
+
 @pytest.mark.parametrize("case", CASES, ids=map(named, CASES))
 def test_every_loss_and_gradient(case):
     layout, axes, parts = case
