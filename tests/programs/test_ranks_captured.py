@@ -139,6 +139,37 @@ def test_a_step_asks_nothing_of_the_host(captured, layout, axes, parts):
     over(axes, body)
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["at the prompt", "in the middle"])
+def test_a_streamer_that_raises_on_one_rank(captured, at_once):
+    """Is heard no more, and its rank raises when all have ended the call; the next one runs."""
+    of = made(DENSE)
+
+    def body(at):
+        program, heard = build(of, dense, at), []
+
+        class Raising:
+            def put(self, value: Any) -> None:
+                heard.append(value.tolist())
+                if at_once or len(heard) == 4:
+                    raise KeyError("nobody listens")
+
+            def end(self) -> None:
+                heard.append("the end")
+
+        def called():
+            return program.generate(PROMPTS[:1], max_new_tokens=12, streamer=Raising() if at.rank else None).tokens
+
+        if at.rank:
+            with pytest.raises(KeyError, match="nobody listens"):
+                called()
+        else:
+            called()
+        return program.generate(PROMPTS, max_new_tokens=12).tokens, len(heard)
+
+    want = programs.build(of, compile=False, **SIZES).generate(PROMPTS, max_new_tokens=12).tokens
+    assert over({"tp": 2}, body) == [(want, 0), (want, 1 if at_once else 4)]
+
+
 def test_a_leaf_that_moved_on_one_rank_is_captured_again_by_all(captured, caplog):
     """Whose exchanges would otherwise meet others. Written in place, nothing is captured."""
     of = made(DENSE)
