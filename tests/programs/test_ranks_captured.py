@@ -356,6 +356,7 @@ def test_the_plan_says_how_steps_are_launched():
 one graph over 64 slots, 8 steps a launch; 1 for program.decode, a streamer, and where fewer are left
 inside advance tokens, log-probabilities, positions, finished flags, counts, and draws by seed and position
 captured when built, for options at their first use, again where a leaf moved; the end is looked for every 16
+options have a graph for each top_k; after 4 of these all are captured again
 exchanges and choice are inside; the host waits for each launch, 60 s at most
 one call each, nothing captured: gloo exchanges through the host""",
     )
