@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = ["grouped_linear", "grouped_outer"]
 
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS_WITH_COPIES = 32
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -38,6 +39,8 @@ def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    if _is_captured(x.device) and not (_torch_takes(x, weight) and _has_kernel(x)):
+        return _row_by_row(x, weight, counts)
     if _torch_takes(x, weight):
         # Its rows are padded to 16 bytes, and a graph was told that they are not.
         return tnf.grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32)).contiguous()
@@ -45,6 +48,14 @@ def _linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     for expert, first, end in _groups(counts):
         y[first:end] = x[first:end] @ weight[expert].mT
     return y
+
+
+def _row_by_row(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """For a device's graph, in which no host learns how many rows an expert has: each row gets a weight of its own, a
+    few rows at once, since these are copies."""
+    expert = torch.searchsorted(counts.cumsum(0), torch.arange(x.shape[0], device=x.device), right=True)
+    parts = zip(x.split(_ROWS_WITH_COPIES), expert.split(_ROWS_WITH_COPIES), strict=True)
+    return torch.cat([(weight[which] @ rows[:, :, None])[:, :, 0] for rows, which in parts])
 
 
 def _outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
@@ -75,6 +86,15 @@ def _torch_takes(x: Tensor, weight: Tensor) -> bool:
         return width == 1 and t.numel() > 0 and aligned
 
     return x.dtype == weight.dtype and x.dtype in _FORMATS and lies_well(x) and lies_well(weight)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether torch's own is one launch; else it reads the counts on the host, group by group."""
+    return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 _linear_op = torch.library.custom_op("meshfn_experts::grouped_linear", _linear, mutates_args=())

@@ -24,7 +24,7 @@ from .chooser import Choice
 from .replay import Replay
 from .steps import State
 
-__all__ = ["CapturedDecode", "launch_steps", "leaf_names"]
+__all__ = ["KINDS", "CapturedDecode", "launch_steps", "leaf_names"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 # how often the end is looked for.
 STEPS = 8
 # Of options: a rank among several captures one for each number of candidates that it sends.
-_KINDS = 4
+KINDS = 4
 
 
 def launch_steps(max_len: int) -> int:
@@ -101,8 +101,8 @@ class CapturedDecode:
         if inputs is not self._inputs:
             self._hold(inputs)
         if (n, options) not in self._columns:
-            if options and len({each for _, each in self._columns if each} | {options}) > _KINDS:
-                self.drop(f"options of {_KINDS} kinds are held at most")
+            if options and len({each for _, each in self._columns if each} | {options}) > KINDS:
+                self.drop(f"options of {KINDS} kinds are held at most")
                 self._hold(inputs)
             self._capture(inputs, n, options)
         # A state that comes back as it was returned already stands in the buffers.

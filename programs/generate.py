@@ -56,6 +56,27 @@ class Unheard:
         pass
 
 
+class InStep:
+    """A streamer of one rank among several. What it raises is raised when the call has ended: until then the others
+    need this rank in each step, and would wait for it."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+        self._failed: Exception | None = None
+
+    def put(self, value: Tensor) -> None:
+        if self._failed is None:
+            try:
+                self._streamer.put(value)
+            except Exception as error:
+                self._failed = error
+
+    def end(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        self._streamer.end()
+
+
 def check_streamer(streamer: Any) -> None:
     if isinstance(streamer, type) or not (streamer is None or hasattr(streamer, "put")):
         kind = "a class" if isinstance(streamer, type) else type(streamer).__name__

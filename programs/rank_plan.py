@@ -20,6 +20,7 @@ from ..sharding import Event, Mesh, Trace
 from ..sharding.classes import Dry
 from ..sharding.opaque import Port
 from .agreement import COLUMNS
+from .captured import KINDS
 from .copies import Copies
 from .generate import turns_of
 from .handover import Handover, all_held
@@ -34,6 +35,10 @@ from .sizes import Sizes, Target
 from .steps import make_steps, packed
 
 __all__ = ["RankPlan", "make_rank_plan"]
+
+# How a token is chosen, where ranks have parts of the vocabulary, and where each has all of it.
+_OF_PARTS = "the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more"
+_OF_WHOLE = "the most likely token, or what sampling options ask for, of logits that a rank has whole"
 
 
 class Reading(NamedTuple):
@@ -74,6 +79,7 @@ class RankPlan:
     cache: int
     cache_text: str
     shared: int
+    choice: str
     phases: Mapping[str, tuple[Event, ...]]
     # Who adds up over tp, None where nobody does; and by what, sum by sum of a phase.
     sums: str | None
@@ -104,7 +110,7 @@ class RankPlan:
             "  runs     " + ("compiled, one graph a step" if self.why_eager is None else f"eagerly: {self.why_eager}"),
             f"  agrees   once a call; on {size_text(self.shared)} of weights, which other ranks hold too, when these "
             "may have changed",
-            "  choice   the most likely token, of three numbers a rank; with sampling options 3 top_k + 1 more",
+            f"  choice   {self.choice}",
         ]
         lines += titled("steps", self.launches)
         lines += [] if self.sums is None else [f"  sums     {self.sums}"]
@@ -211,6 +217,7 @@ def make_rank_plan(
         converted=converted(params_read, moved_read) if apart else 0,
         cache=bytes_of(caches_read),
     )
+    split = ranks.choice.own("Z") is not None
     return RankPlan(
         model=model.name,
         mesh=str(ranks.mesh),
@@ -228,18 +235,19 @@ def make_rank_plan(
         cache=bytes_of(caches),
         cache_text=cache_text(caches),
         shared=held,
+        choice=_OF_PARTS if split else _OF_WHOLE,
         phases=phases,
         sums=str(sums) if sums.summed else None,
         summed_by=summed_by,
         why_eager=why_eager,
-        launches=_launches(model, sizes, target, how, sums.limit_s),
+        launches=_launches(model, sizes, target, how, sums.limit_s, split),
         reading=None if reading is ranks else read,
         trace=traced,
     )
 
 
 def _launches(
-    model: Model, sizes: Sizes, target: Target, how: tuple[str | None, str | None], limit_s: float
+    model: Model, sizes: Sizes, target: Target, how: tuple[str | None, str | None], limit_s: float, split: bool
 ) -> tuple[str, ...]:
     why_eager, why_calls = how
     if why_eager is not None or target.device == "cpu":
@@ -247,4 +255,6 @@ def _launches(
     if why_calls is not None:
         return (f"one call each, nothing captured: {why_calls}",)
     lines = launch_lines(target, sizes, True, bool(turns_of(model.config)))
-    return (*lines, f"exchanges and choice are inside; the host waits for each launch, {limit_s:g} s at most")
+    kinds = (f"options have a graph for each top_k; after {KINDS} of these all are captured again",) if split else ()
+    inside = f"exchanges and choice are inside; the host waits for each launch, {limit_s:g} s at most"
+    return (*lines, *kinds, inside)

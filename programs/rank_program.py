@@ -41,7 +41,7 @@ from .agreement import Said
 from .asked import Asked
 from .chooser import Chooser
 from .copies import COMPARE, MOVED, REPLACED, STREAMS, Copies
-from .generate import Unheard, now
+from .generate import InStep, Unheard, now
 from .handover import Handover, all_held, check_whole, reads_others
 from .kernel import Kernel
 from .model import Model
@@ -54,6 +54,7 @@ from .rank_plan import RankPlan, make_rank_plan
 from .rank_steps import compiled_seam, eager_seam, why_calls
 from .ranks import Ranks
 from .report import PhasePlan
+from .sampling import read_controls
 from .sizes import Sizes
 from .steps import State, make_steps, packed
 from .weights import Weights
@@ -244,7 +245,9 @@ class RankProgram(RankHeld, Program):
         options, streamer = dict(asked.options), asked.streamer
         if options.get("do_sample") and options.get("seed") is None:
             options["seed"] = every[0].number
-        if streamer is None and any(said.flags & STREAMS for said in every):
+        if streamer is not None:
+            streamer = InStep(streamer)
+        elif any(said.flags & STREAMS for said in every):
             streamer = Unheard()  # so that this rank too sees the end of a row at once
         return dataclasses.replace(asked, options=options, streamer=streamer)
 
@@ -267,8 +270,8 @@ class RankProgram(RankHeld, Program):
 
     def _check(self, asked: Asked) -> None:
         """Raise for what cannot be done over ranks."""
-        vocab, options = self.model.config.vocab_size, asked.options
-        self._chooser(asked)  # raises for options that are none
+        vocab, options, rows = self.model.config.vocab_size, asked.options, len(asked.read.rows)
+        read_controls(rows=rows, batch=rows, vocab_size=vocab, device="cpu", **options)  # of all: as one rank raises
         k = options.get("top_k", 50)
         if options.get("do_sample") and not k and self.ranks.choice.own("Z"):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from meshfn.functional import grouped
 from meshfn.functional.grouped import _linear_op, _outer_op, grouped_linear, grouped_outer
 
 
@@ -53,3 +54,24 @@ def test_products_lie_as_a_graph_is_told(width):
     for op, args in ((_linear_op, (x, w, counts)), (_outer_op, (y, x, counts))):
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
         assert op(*args).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_in_a_device_graph_no_host_reads_the_counts(monkeypatch, dtype):
+    """Which it could not: a graph with experts is captured, whatever torch's own product takes."""
+    torch.manual_seed(0)
+    x, w = torch.randn(6, 16, dtype=dtype), torch.randn(5, 8, 16, dtype=dtype)
+    counts = torch.tensor([0, 3, 0, 2, 1])
+    want = grouped_linear(x, w, counts)
+
+    def refused(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(grouped, "_is_captured", lambda device: True)
+    monkeypatch.setattr(grouped, "_has_kernel", lambda x: False)
+    monkeypatch.setattr(grouped, "_ROWS_WITH_COPIES", 4)
+    monkeypatch.setattr(torch.Tensor, "tolist", refused)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", refused)
+    found = grouped_linear(x, w, counts)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)

@@ -306,6 +306,32 @@ def test_the_readme():
     assert sh.Threads(sh.Mesh(dp=2, tp=2)).run(body) == [want] * 4
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "drawn"])
+def test_seeds_are_refused_as_on_one_rank(options):
+    """Whatever rows a rank has."""
+    of = made(CASES[3][2])
+
+    def called(program):
+        said = []
+        for seed in ([1, 2], [4, -1, 2], *([] if options else [[1, 2, 3]])):
+            with pytest.raises(ValueError, match="generate") as error:
+                program.generate(PROMPTS, max_new_tokens=3, seed=seed, **options)
+            said.append(str(error.value))
+        return said
+
+    want = called(programs.build(of, compile=False, **SIZES))
+    assert sh.Threads(sh.Mesh(dp=2)).run(lambda at: called(build(of, dense, at))) == [want] * 2
+
+
+@pytest.mark.parametrize(("axes", "said"), [({"dp": 2}, "a rank has whole"), ({"tp": 2}, "three numbers a rank")])
+def test_the_plan_says_of_which_logits_a_token_is_chosen(axes, said):
+    """Over rows alone no step sends any."""
+    of = made(CASES[3][2])
+    for plan in sh.Threads(sh.Mesh(**axes)).run(lambda at: build(of, dense, at).plan):
+        assert said in next(line for line in str(plan).splitlines() if line.startswith("  choice"))
+        assert any("shares" in event.call.edges for event in plan.phases["decode"]) == ("tp" in axes)
+
+
 def test_the_plan_says_who_has_what():
     of = made(CASES[0][2])
     plan = sh.Threads(sh.Mesh(dp=2, tp=2)).run(lambda at: str(build(of, dense, at)))[1]

@@ -139,6 +139,37 @@ def test_a_step_asks_nothing_of_the_host(captured, layout, axes, parts):
     over(axes, body)
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["at the prompt", "in the middle"])
+def test_a_streamer_that_raises_on_one_rank(captured, at_once):
+    """Is heard no more, and its rank raises when all have ended the call; the next one runs."""
+    of = made(DENSE)
+
+    def body(at):
+        program, heard = build(of, dense, at), []
+
+        class Raising:
+            def put(self, value: Any) -> None:
+                heard.append(value.tolist())
+                if at_once or len(heard) == 4:
+                    raise KeyError("nobody listens")
+
+            def end(self) -> None:
+                heard.append("the end")
+
+        def called():
+            return program.generate(PROMPTS[:1], max_new_tokens=12, streamer=Raising() if at.rank else None).tokens
+
+        if at.rank:
+            with pytest.raises(KeyError, match="nobody listens"):
+                called()
+        else:
+            called()
+        return program.generate(PROMPTS, max_new_tokens=12).tokens, len(heard)
+
+    want = programs.build(of, compile=False, **SIZES).generate(PROMPTS, max_new_tokens=12).tokens
+    assert over({"tp": 2}, body) == [(want, 0), (want, 1 if at_once else 4)]
+
+
 def test_a_leaf_that_moved_on_one_rank_is_captured_again_by_all(captured, caplog):
     """Whose exchanges would otherwise meet others. Written in place, nothing is captured."""
     of = made(DENSE)
@@ -325,6 +356,7 @@ def test_the_plan_says_how_steps_are_launched():
 one graph over 64 slots, 8 steps a launch; 1 for program.decode, a streamer, and where fewer are left
 inside advance tokens, log-probabilities, positions, finished flags, counts, and draws by seed and position
 captured when built, for options at their first use, again where a leaf moved; the end is looked for every 16
+options have a graph for each top_k; after 4 of these all are captured again
 exchanges and choice are inside; the host waits for each launch, 60 s at most
 one call each, nothing captured: gloo exchanges through the host""",
     )
