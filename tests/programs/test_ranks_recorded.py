@@ -13,7 +13,7 @@ import torch
 from meshfn import programs
 from meshfn import sharding as sh
 from meshfn.functional import grouped
-from meshfn.programs import rank_program
+from meshfn.programs import rank_held
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -133,7 +133,7 @@ class GraphReplay:
 
 @pytest.mark.parametrize(("layout", "axes", "parts"), SOME, ids=[f"{case[0].name} {case[1]}" for case in SOME])
 def test_tokens_are_those_of_one_rank(monkeypatch, layout, axes, parts):
-    monkeypatch.setattr(rank_program, "replay_of", lambda *_: GraphReplay())
+    monkeypatch.setattr(rank_held, "replay_of", lambda *_: GraphReplay())
     monkeypatch.setattr(grouped, "_is_captured", lambda device: getattr(here, "recording", None) is not None)
     of, asked = made(parts), [*OPTIONS[1:3], *MORE, {}]
     one = programs.build(of, compile=False, **SIZES)
