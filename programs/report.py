@@ -225,7 +225,7 @@ def phase_plan(
 
 def beside_note(phase: PhasePlan, params: F.Decoder, moved: set[str]) -> tuple[str, ...]:
     """A line where some products with several weights may be one."""
-    here = any(row.kernel.startswith("one_product") for block in phase.blocks for row in block.rows)
+    here = any(row.kernel.partition(" ")[0] == "one_product" for block in phase.blocks for row in block.rows)
     return (beside_text(params, moved),) if here else ()
 
 

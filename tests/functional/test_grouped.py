@@ -56,12 +56,13 @@ def test_products_lie_as_a_graph_is_told(width):
         assert op(*args).is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_in_a_device_graph_no_host_reads_the_counts(monkeypatch, dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [[0, 3, 0, 2, 1], [0, 0, 0, 0, 0], [0, 9, 0, 0, 0]])
+def test_in_a_device_graph_no_host_reads_the_counts(monkeypatch, dtype, rows):
     """Which it could not: a graph with experts is captured, whatever torch's own product takes."""
     torch.manual_seed(0)
-    x, w = torch.randn(6, 16, dtype=dtype), torch.randn(5, 8, 16, dtype=dtype)
-    counts = torch.tensor([0, 3, 0, 2, 1])
+    x, w = torch.randn(16, sum(rows), dtype=dtype).mT, torch.randn(5, 16, 8, dtype=dtype).mT
+    counts = torch.tensor(rows)
     want = grouped_linear(x, w, counts)
 
     def refused(*_):
@@ -74,4 +75,5 @@ def test_in_a_device_graph_no_host_reads_the_counts(monkeypatch, dtype):
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", refused)
     found = grouped_linear(x, w, counts)
     monkeypatch.undo()
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    near = 2e-3 if dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(found, want, rtol=near, atol=near)
